@@ -1,0 +1,425 @@
+"""Advantage estimators: from rewards of samples to advantages of tokens.
+
+All per-token columns are packed and follow one alignment: index ``t`` describes token ``t``. ``values[t]`` is the
+critic's value of the state *before* token ``t`` (everything up to ``t - 1``), the state in which the token was
+chosen; so the temporal difference of an action is its reward plus the value at the *next action* minus its own.
+Prompt, tool and environment tokens are no transitions: the recursions run over action tokens only.
+
+Order of the reward pipeline: length penalties (:mod:`openrlhf.algorithms.shaping`, before this module), group
+baseline and scale, clip to ``reward_clip_range``, placement on the last action token, KL penalty per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.packed import sequence_ids, sequence_sum, zero_masked
+from openrlhf.algorithms.registry import Registry
+
+GROUP_STD_EPS = 1e-9
+WHITEN_EPS = 1e-8
+
+
+@dataclass(frozen=True)
+class RolloutColumns:
+    """One rollout (or a whole-group part of one) of ``S`` sequences and ``N`` tokens.
+
+    Attributes:
+        rewards: float ``[S]``, terminal reward of each sequence, length penalties already applied.
+        group_ids: int ``[S]``; samples of one prompt share an id, in any order and number.
+        action_mask: bool ``[N]``, the policy sampled this token.
+        cu_seqlens: int ``[S + 1]``, sequence offsets.
+        kl: float ``[N]`` or None, estimated KL to the reference for each token.
+        values: float ``[N]`` or None, critic values (of the state before each token).
+        step_rewards: float ``[N]`` or None, further rewards at positions inside the sequence.
+    """
+
+    rewards: Tensor
+    group_ids: Tensor
+    action_mask: Tensor
+    cu_seqlens: Tensor
+    kl: Tensor | None = None
+    values: Tensor | None = None
+    step_rewards: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AdvantageSettings:
+    """Scalars of the estimators.
+
+    Attributes:
+        gamma: discount of each action token.
+        lambd: GAE's lambda.
+        kl_coef: weight of the KL penalty in the reward; 0 when the KL term is in the loss.
+        reward_clip_range: bounds of the baseline-adjusted reward, or None.
+        std_norm: whitening divides by the standard deviation (off: ``--no_advantage_std_norm``).
+    """
+
+    gamma: float = 1.0
+    lambd: float = 1.0
+    kl_coef: float = 0.0
+    reward_clip_range: tuple[float, float] | None = None
+    std_norm: bool = True
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """Result, float32, zero wherever ``action_mask`` is False.
+
+    Attributes:
+        advantages: ``[N]``.
+        returns: ``[N]``, the critic's targets; without a critic the discounted rewards to go.
+        token_rewards: ``[N]``, what the recursion saw: placed rewards minus the KL penalty.
+        sequence_returns: ``[S]``, sum of the token rewards.
+    """
+
+    advantages: Tensor
+    returns: Tensor
+    token_rewards: Tensor
+    sequence_returns: Tensor
+
+
+Estimator = Callable[[RolloutColumns, AdvantageSettings], Advantages]
+SumOverRanks = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class EstimatorSpec:
+    """A registered estimator and what it needs.
+
+    Attributes:
+        needs_critic: ``values`` must be given.
+        needs_group: has no learning signal with one sample a prompt.
+        whiten: advantages are normalised over all action tokens afterwards.
+    """
+
+    function: Estimator
+    needs_critic: bool
+    needs_group: bool
+    whiten: bool
+
+
+ADVANTAGE_ESTIMATORS: Registry[EstimatorSpec] = Registry("advantage estimator", "--advantage_estimator")
+
+
+def register_advantage_estimator(
+    name: str, *, needs_critic: bool = False, needs_group: bool = False, whiten: bool = False
+) -> Callable[[Estimator], Estimator]:
+    """Make ``function(columns, settings) -> Advantages`` available as ``--advantage_estimator name``."""
+
+    def decorate(function: Estimator) -> Estimator:
+        ADVANTAGE_ESTIMATORS.add(name, EstimatorSpec(function, needs_critic, needs_group, whiten))
+        return function
+
+    return decorate
+
+
+def compute_advantages(
+    estimator: str,
+    columns: RolloutColumns,
+    settings: AdvantageSettings,
+    *,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Advantages:
+    """Run an estimator by name.
+
+    Args:
+        estimator: registered name.
+        columns: the rollout; groups must be complete.
+        settings: scalars.
+        sum_over_ranks: where ``columns`` is only this rank's part, a function that returns the sum of a small
+            tensor over all ranks; whitening then uses the statistics of all. Every rank calls it equally often.
+
+    Raises:
+        ValueError: unknown name, wrong shapes, a reward that is missing or not finite (with the sample indices),
+            or no critic values where the estimator needs them.
+    """
+    spec = ADVANTAGE_ESTIMATORS.get(estimator)
+    _check_columns(estimator, spec, columns)
+    result = spec.function(columns, settings)
+    advantages = zero_masked(result.advantages, columns.action_mask)
+    if spec.whiten:
+        advantages = whiten(
+            advantages, columns.action_mask, std_norm=settings.std_norm, sum_over_ranks=sum_over_ranks
+        )
+    return Advantages(
+        advantages=advantages.float(),
+        returns=zero_masked(result.returns, columns.action_mask).float(),
+        token_rewards=result.token_rewards.float(),
+        sequence_returns=result.sequence_returns.float(),
+    )
+
+
+def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> None:
+    samples, tokens = columns.cu_seqlens.numel() - 1, columns.action_mask.numel()
+    if int(columns.cu_seqlens[-1]) != tokens:
+        raise ValueError(
+            f"cu_seqlens ends at {int(columns.cu_seqlens[-1])}, but action_mask has {tokens} tokens"
+        )
+    for field in ("rewards", "group_ids"):
+        shape = tuple(getattr(columns, field).shape)
+        if shape != (samples,):
+            raise ValueError(f"{field} has shape {shape}, expected ({samples},): one entry a sequence")
+    for field in ("kl", "values", "step_rewards"):
+        column = getattr(columns, field)
+        if column is not None and column.shape != (tokens,):
+            raise ValueError(f"{field} has shape {tuple(column.shape)}, expected ({tokens},): one entry a token")
+    if columns.action_mask.dtype != torch.bool:
+        raise ValueError(f"action_mask must be bool, got {columns.action_mask.dtype}")
+    if spec.needs_critic and columns.values is None:
+        raise ValueError(f"--advantage_estimator {name} needs the critic's values, but none were given")
+    broken = (~columns.rewards.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        shown = {i: float(columns.rewards[i]) for i in broken[:10]}
+        raise ValueError(
+            f"{len(broken)} of {samples} rewards are missing or not finite; sample index: value = {shown}. "
+            "Check the reward function or server for these samples"
+        )
+
+
+# --- rewards of tokens -----------------------------------------------------------------------------------------
+
+
+def last_actions(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 ``[S]``, packed index of each sequence's last action token; -1 where there is none."""
+    tokens = action_mask.numel()
+    position = torch.where(action_mask, torch.arange(tokens, device=action_mask.device), -1)
+    last = torch.full((cu_seqlens.numel() - 1,), -1, device=action_mask.device)
+    return last.scatter_reduce(0, sequence_ids(cu_seqlens, tokens), position, "amax")
+
+
+def place_token_rewards(columns: RolloutColumns, terminal: Tensor, step_scale: Tensor, kl_coef: float) -> Tensor:
+    """Rewards of tokens, float64 ``[N]``, nonzero on action tokens only.
+
+    The terminal reward goes to the last action token. A step reward at a position that is no action goes to the
+    last action before it (it rewards what led there), or to the first action if there is none before. Sequences
+    without actions get nothing.
+
+    Args:
+        columns: the rollout.
+        terminal: float ``[S]``, baseline-adjusted and clipped.
+        step_scale: float ``[S]``, factor of the sequence's step rewards.
+        kl_coef: the penalty ``kl_coef * kl[t]`` is taken off each action token.
+    """
+    mask, cu_seqlens = columns.action_mask, columns.cu_seqlens
+    tokens = mask.numel()
+    rewards = torch.zeros(tokens, dtype=torch.float64, device=mask.device)
+    last = last_actions(mask, cu_seqlens)
+    has_action = last >= 0
+    rewards.index_add_(0, last[has_action], terminal.double()[has_action])
+    if columns.step_rewards is not None:
+        ids = sequence_ids(cu_seqlens, tokens)
+        index = torch.arange(tokens, device=mask.device)
+        before = torch.where(mask, index, -1).cummax(0).values
+        after = torch.where(mask, index, tokens).flip(0).cummin(0).values.flip(0)
+        target = torch.where(before >= cu_seqlens[ids], before, after)
+        valid = has_action[ids] & (columns.step_rewards != 0)
+        scaled = columns.step_rewards.double() * step_scale[ids]
+        rewards.index_add_(0, target[valid], scaled[valid])
+    if columns.kl is not None and kl_coef != 0:
+        rewards = rewards - kl_coef * zero_masked(columns.kl.double(), mask)
+    return rewards
+
+
+def _outcomes(columns: RolloutColumns) -> Tensor:
+    """float64 ``[S]``, everything a sequence earned: terminal reward plus step rewards."""
+    outcomes = columns.rewards.double()
+    if columns.step_rewards is not None:
+        outcomes = outcomes + sequence_sum(columns.step_rewards.double(), columns.cu_seqlens)
+    return outcomes
+
+
+def _clip(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
+    if settings.reward_clip_range is None:
+        return rewards
+    return rewards.clamp(*settings.reward_clip_range)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Statistics of each sample's group, all ``[S]`` in sample order, float64."""
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+    constant: Tensor
+    """True where all rewards of the group are equal (a group of one included)."""
+
+
+def group_statistics(rewards: Tensor, group_ids: Tensor, weights: Tensor | None = None) -> GroupStatistics:
+    """Mean and sample standard deviation (n - 1; 0 for one sample) of each sample's own group.
+
+    With ``weights`` ``[S]`` the mean is the weighted one (the deviation is still taken around it).
+    """
+    rewards = rewards.double()
+    weights = torch.ones_like(rewards) if weights is None else weights.double()
+    _, group, count = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    zeros = rewards.new_zeros(count.numel())
+    total_weight = zeros.index_add(0, group, weights)
+    weighted = zeros.index_add(0, group, weights * rewards)
+    mean = (weighted / torch.where(total_weight > 0, total_weight, 1.0))[group]
+    squares = zeros.index_add(0, group, (rewards - mean) ** 2)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()[group]
+    low = zeros.scatter_reduce(0, group, rewards, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, group, rewards, "amax", include_self=False)
+    constant = (low == high)[group]
+    return GroupStatistics(count[group], mean, torch.where(constant, 0.0, std), constant)
+
+
+def _group_advantages(
+    columns: RolloutColumns,
+    settings: AdvantageSettings,
+    baseline: Tensor,
+    constant: Tensor,
+    scale: Tensor | None = None,
+) -> Advantages:
+    """Subtract a per-sample baseline from the terminal reward, scale, clip, and sum the rewards to go.
+
+    Step rewards keep their positions and take the same scale; where a group's outcomes are all equal there is
+    nothing to learn from them and everything but the KL penalty is exactly 0.
+    """
+    scale = torch.ones_like(baseline) if scale is None else scale
+    scale = torch.where(constant, 0.0, scale)
+    terminal = _clip((columns.rewards.double() - baseline) * scale, settings)
+    return _discounted(columns, settings, torch.where(constant, 0.0, terminal), scale)
+
+
+# --- recursions over action tokens -----------------------------------------------------------------------------
+
+
+def _discounted_sums(terms: Tensor, decay: float, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``x[i] = terms[i] + decay * x[i + 1]`` over the action tokens of each sequence; 0 elsewhere. ``[N]``."""
+    ids = sequence_ids(cu_seqlens, mask.numel())[mask]
+    counts = torch.bincount(ids, minlength=cu_seqlens.numel() - 1)
+    width = int(counts.max()) if counts.numel() else 0
+    result = torch.zeros_like(terms)
+    if width == 0:
+        return result
+    # one row a sequence, actions aligned to the left; the zeros behind them do not disturb the recursion
+    column = torch.arange(ids.numel(), device=ids.device) - (counts.cumsum(0) - counts)[ids]
+    grid = terms.new_zeros(counts.numel(), width)
+    grid[ids, column] = terms[mask]
+    if decay == 1.0:
+        grid = grid.flip(1).cumsum(1).flip(1)
+    elif decay != 0.0:
+        grid = grid.t().contiguous()
+        for t in range(width - 2, -1, -1):
+            grid[t] += decay * grid[t + 1]
+        grid = grid.t()
+    result[mask] = grid[ids, column]
+    return result
+
+
+def _next_action(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Value at the next action token of the same sequence; 0 after the last one and off the mask. ``[N]``."""
+    index = mask.nonzero().flatten()
+    result = torch.zeros_like(values)
+    if index.numel() > 1:
+        ids = sequence_ids(cu_seqlens, mask.numel())[index]
+        following = torch.where(ids[1:] == ids[:-1], values[index[1:]], torch.zeros((), dtype=values.dtype))
+        result[index[:-1]] = following
+    return result
+
+
+def _discounted(
+    columns: RolloutColumns, settings: AdvantageSettings, terminal: Tensor, step_scale: Tensor
+) -> Advantages:
+    token_rewards = place_token_rewards(columns, terminal, step_scale, settings.kl_coef)
+    returns = _discounted_sums(token_rewards, settings.gamma, columns.action_mask, columns.cu_seqlens)
+    return Advantages(returns, returns, token_rewards, sequence_sum(token_rewards, columns.cu_seqlens))
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, std_norm: bool = True, sum_over_ranks: SumOverRanks | None = None
+) -> Tensor:
+    """Subtract the mean over all unmasked tokens and divide by their population standard deviation.
+
+    Equal values give exactly 0. With ``sum_over_ranks`` the statistics are global; a rank without unmasked tokens
+    takes part in both sums. Masked tokens stay 0.
+    """
+    reduce = sum_over_ranks or (lambda tensor: tensor)
+    clean = zero_masked(values.double(), mask)
+    count, total = reduce(torch.stack([mask.sum().double(), clean.sum()]))
+    mean = total / count.clamp(min=1)
+    centred = zero_masked(clean - mean, mask)
+    square_sum = reduce((centred**2).sum())
+    std = (square_sum / count.clamp(min=1)).sqrt()
+    # rounding in the mean must not be blown up to a signal
+    negligible = std <= 1e-12 * mean.abs().clamp(min=1e-12)
+    centred = torch.where(negligible, torch.zeros_like(centred), centred)
+    return centred / (std + WHITEN_EPS) if std_norm else centred
+
+
+# --- estimators ------------------------------------------------------------------------------------------------
+
+
+@register_advantage_estimator("gae", needs_critic=True, whiten=True)
+def gae(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """Generalised advantage estimation over action tokens (Schulman et al. 2016, arXiv:1506.02438).
+
+    ``delta_i = r_i + gamma * V_{i+1} - V_i`` with ``V = 0`` after the last action;
+    ``A_i = delta_i + gamma * lambda * A_{i+1}``; returns are ``A + V``.
+    """
+    assert columns.values is not None
+    mask, cu_seqlens = columns.action_mask, columns.cu_seqlens
+    terminal = _clip(columns.rewards.double(), settings)
+    token_rewards = place_token_rewards(columns, terminal, torch.ones_like(terminal), settings.kl_coef)
+    values = zero_masked(columns.values.double(), mask)
+    delta = token_rewards + settings.gamma * _next_action(values, mask, cu_seqlens) - values
+    advantages = _discounted_sums(delta, settings.gamma * settings.lambd, mask, cu_seqlens)
+    return Advantages(
+        advantages, advantages + values, token_rewards, sequence_sum(token_rewards, cu_seqlens)
+    )
+
+
+@register_advantage_estimator("reinforce", whiten=True)
+def reinforce(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """REINFORCE++: discounted rewards to go, KL in the reward, global whitening (arXiv:2501.03262)."""
+    terminal = _clip(columns.rewards.double(), settings)
+    return _discounted(columns, settings, terminal, torch.ones_like(terminal))
+
+
+@register_advantage_estimator("reinforce_baseline", needs_group=True, whiten=True)
+def reinforce_baseline(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """REINFORCE++ with the group's mean reward as baseline, then global whitening (arXiv:2501.03262)."""
+    group = group_statistics(_outcomes(columns), columns.group_ids)
+    return _group_advantages(columns, settings, group.mean, group.constant)
+
+
+@register_advantage_estimator("group_norm", needs_group=True)
+def group_norm(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """GRPO: ``(r - mean) / (std + 1e-9)`` in the group, sample standard deviation (arXiv:2402.03300)."""
+    group = group_statistics(_outcomes(columns), columns.group_ids)
+    scale = 1.0 / (group.std + GROUP_STD_EPS)
+    return _group_advantages(columns, settings, group.mean, group.constant, scale)
+
+
+@register_advantage_estimator("dr_grpo", needs_group=True)
+def dr_grpo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """Dr. GRPO: the group's mean is subtracted, nothing is divided (arXiv:2503.20783)."""
+    group = group_statistics(_outcomes(columns), columns.group_ids)
+    return _group_advantages(columns, settings, group.mean, group.constant)
+
+
+@register_advantage_estimator("rloo", needs_group=True)
+def rloo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """Leave-one-out: the baseline is the mean of the group's *other* rewards (arXiv:2402.14740)."""
+    outcomes = _outcomes(columns)
+    group = group_statistics(outcomes, columns.group_ids)
+    others = (group.mean * group.count - outcomes) / (group.count - 1).clamp(min=1)
+    return _group_advantages(columns, settings, others, group.constant)
+
+
+@register_advantage_estimator("opo", needs_group=True)
+def opo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """OPO: the baseline is the group's mean reward weighted by response length (arXiv:2505.23585)."""
+    lengths = sequence_sum(columns.action_mask.double(), columns.cu_seqlens)
+    group = group_statistics(_outcomes(columns), columns.group_ids, weights=lengths)
+    return _group_advantages(columns, settings, group.mean, group.constant)

@@ -1,0 +1,75 @@
+"""Losses of supervised fine-tuning, reward models and DPO, each per token or per pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openrlhf.algorithms.packed import zero_masked
+
+
+def cross_entropy_tokens(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Negative log-likelihood of each supervised token, ``[N]``, 0 elsewhere (SFT)."""
+    return -zero_masked(logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)), mask)
+
+
+def cross_entropy_sum(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """Sum over the supervised tokens; divide by the token count of the whole optimizer step."""
+    return cross_entropy_tokens(logprobs, mask).sum()
+
+
+def pairwise_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """Bradley-Terry loss of each pair, ``-log sigmoid(chosen - rejected - margin)``, ``[P]`` (arXiv:2307.09288)."""
+    gap = chosen.float() - rejected.float() if chosen.dtype != torch.float64 else chosen - rejected
+    return -F.logsigmoid(gap if margin is None else gap - margin)
+
+
+def pairwise_logexp_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """``log(1 + exp(rejected - chosen))`` of each pair, ``[P]``: the sigmoid loss without margin."""
+    gap = rejected.float() - chosen.float() if chosen.dtype != torch.float64 else rejected - chosen
+    return F.softplus(gap)
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Per pair, ``[P]``: loss and the detached implicit rewards ``beta * (log pi - log ref)``."""
+
+    per_pair: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    ipo: bool = False,
+) -> PreferenceLoss:
+    """Direct preference optimisation on summed response log-probs, all ``[P]``.
+
+    With ``h = (chosen - rejected) - (ref_chosen - ref_rejected)``: DPO (arXiv:2305.18290) with conservative label
+    smoothing ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, or IPO (arXiv:2310.12036)
+    ``(h - 1 / (2 beta))^2``.
+
+    Raises:
+        ValueError: ``beta`` is not positive, or ``label_smoothing`` is outside [0, 0.5).
+    """
+    if not beta > 0:
+        raise ValueError(f"--beta must be > 0, got {beta}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"--label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    gap = (chosen - rejected) - (ref_chosen - ref_rejected)
+    if ipo:
+        loss = (gap - 1 / (2 * beta)) ** 2
+    else:
+        loss = -(1 - label_smoothing) * F.logsigmoid(beta * gap) - label_smoothing * F.logsigmoid(-beta * gap)
+    return PreferenceLoss(
+        loss, beta * (chosen - ref_chosen).detach(), beta * (rejected - ref_rejected).detach()
+    )

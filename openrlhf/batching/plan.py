@@ -1,0 +1,229 @@
+"""Plans: which rank runs which sequences in which micro-batch, and which samples share an optimizer step.
+
+Everything here is a deterministic function of lengths and ids, so every process that calls it with the same
+input gets the same plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class OversizedSequenceError(ValueError):
+    """A sequence alone has more tokens than one micro-batch may hold."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Relative compute of a sequence of ``L`` tokens: ``linear * L + quadratic * L ** 2``.
+
+    The linear part are the matrix products of the layers, the quadratic part is attention. The defaults fit a
+    transformer of hidden size 2048, where attention overtakes the rest at about 25,000 tokens.
+    """
+
+    linear: float = 1.0
+    quadratic: float = 1.0 / (12 * 2048)
+
+    def __post_init__(self) -> None:
+        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+            raise ValueError(f"cost coefficients must be >= 0 and not both 0, got {self}")
+
+    @classmethod
+    def for_model(cls, parameters: int, layers: int, attention_width: int) -> SequenceCost:
+        """Forward FLOPs of a causal transformer (multiply and add counted as two).
+
+        Args:
+            parameters: weights that every token passes through (for a mixture of experts: the active ones).
+            layers: attention layers.
+            attention_width: query heads times head size.
+        """
+        # scores and weighted sum: 2 * 2 * L^2 * width, halved by the causal mask
+        return cls(linear=2.0 * parameters, quadratic=2.0 * layers * attention_width)
+
+    def __call__(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``ranks[r][m]`` lists the sequences of micro-batch ``m`` on rank ``r``.
+
+    All ranks have the same number of micro-batches. An empty list means that the rank still has to take part in
+    that forward pass, with a stand-in (:func:`openrlhf.batching.microbatch.pack` makes it).
+    """
+
+    ranks: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches on each rank."""
+        return len(self.ranks[0])
+
+    def rank_of(self) -> dict[int, int]:
+        """Rank of every sequence."""
+        return {i: r for r, batches in enumerate(self.ranks) for batch in batches for i in batch}
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    ranks: int,
+    *,
+    micro_batch_size: int | None = None,
+    max_tokens: int | None = None,
+    cost: SequenceCost | None = None,
+) -> BatchPlan:
+    """Distribute sequences over ranks and micro-batches with balanced compute.
+
+    The number of micro-batches is as small as the limits allow, the same on every rank; every sequence is in
+    exactly one. Micro-batches that run at the same time on different ranks have similar cost (ranks wait for
+    each other at every collective), and so have the ranks' totals. Expensive ones run first, so a lack of memory
+    shows at once.
+
+    Args:
+        lengths: tokens of each sequence, all > 0.
+        ranks: number of data-parallel ranks.
+        micro_batch_size: most sequences in a micro-batch.
+        max_tokens: most tokens in a micro-batch. At least one of the two limits is needed; both may be given.
+        cost: compute of a sequence; default :class:`SequenceCost`.
+
+    Raises:
+        OversizedSequenceError: a sequence is longer than ``max_tokens``.
+        ValueError: a limit, a length or the number of ranks makes no sense.
+    """
+    _check_limits(lengths, ranks, micro_batch_size, max_tokens)
+    if not lengths:
+        return BatchPlan(tuple(() for _ in range(ranks)))
+    # with no token limit (or no count limit) a limit that cannot be reached keeps the code below simple
+    token_cap = max_tokens if max_tokens is not None else sum(lengths)
+    count_cap = micro_batch_size if micro_batch_size is not None else len(lengths)
+    cost = cost or SequenceCost()
+    costs = [cost(n) for n in lengths]
+
+    fitting = _first_fit(lengths, token_cap, count_cap)
+    most = -(-len(fitting) // ranks)
+    fewest = -(-max(-(-sum(lengths) // token_cap), -(-len(lengths) // count_cap)) // ranks)
+    bins = fitting + [[] for _ in range(most * ranks - len(fitting))]
+    for per_rank in range(fewest, most + 1):
+        balanced = _balance(lengths, costs, per_rank * ranks, token_cap, count_cap)
+        if balanced is not None:
+            bins = balanced
+            break
+    return _assign(bins, costs, ranks)
+
+
+def _check_limits(
+    lengths: Sequence[int], ranks: int, micro_batch_size: int | None, max_tokens: int | None
+) -> None:
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    if micro_batch_size is None and max_tokens is None:
+        raise ValueError("give micro_batch_size, max_tokens or both")
+    for name, limit in (("micro_batch_size", micro_batch_size), ("max_tokens", max_tokens)):
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}")
+    empty = [i for i, n in enumerate(lengths) if n < 1]
+    if empty:
+        raise ValueError(f"sequences {empty[:20]} have no tokens; remove them before planning")
+    if max_tokens is not None:
+        over = [i for i, n in enumerate(lengths) if n > max_tokens]
+        if over:
+            longest = max(lengths)
+            raise OversizedSequenceError(
+                f"{len(over)} sequence(s) are longer than the {max_tokens} tokens that one micro-batch may hold: "
+                f"indices {over[:20]}, longest {longest}. Raise the token limit to at least {longest} "
+                f"(--train_max_tokens_per_gpu / --rollout_max_tokens_per_gpu) or lower --max_len"
+            )
+
+
+def _first_fit(lengths: Sequence[int], token_cap: int, count_cap: int) -> list[list[int]]:
+    """First-fit decreasing: few bins, always within the limits (at most 11/9 of the optimum)."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    unfilled: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        b = next((b for b in unfilled if free[b] >= lengths[i]), len(bins))
+        if b == len(bins):
+            bins.append([])
+            free.append(token_cap)
+            unfilled.append(b)
+        bins[b].append(i)
+        free[b] -= lengths[i]
+        if free[b] == 0 or len(bins[b]) == count_cap:
+            unfilled.remove(b)
+    return bins
+
+
+def _balance(
+    lengths: Sequence[int], costs: Sequence[float], count: int, token_cap: int, count_cap: int
+) -> list[list[int]] | None:
+    """Longest processing time first into exactly ``count`` bins, or None if that breaks a limit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    heap = [(0.0, b) for b in range(count)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        passed = []
+        while heap:
+            load, b = heapq.heappop(heap)
+            if tokens[b] + lengths[i] <= token_cap:
+                break
+            passed.append((load, b))
+        else:
+            return None
+        bins[b].append(i)
+        tokens[b] += lengths[i]
+        if len(bins[b]) < count_cap:  # a full bin leaves the heap for good
+            passed.append((load + costs[i], b))
+        for entry in passed:
+            heapq.heappush(heap, entry)
+    return bins
+
+
+def _assign(bins: list[list[int]], costs: Sequence[float], ranks: int) -> BatchPlan:
+    """Give each rank one bin of every row of similar bins, the dearest to the rank with the least work so far."""
+    loads = [sum(costs[i] for i in members) for members in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))
+    work = [0.0] * ranks
+    plan: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    for start in range(0, len(order), ranks):
+        takers = sorted(range(ranks), key=lambda r: (work[r], r))
+        for rank, b in zip(takers, order[start : start + ranks], strict=True):
+            plan[rank].append(tuple(sorted(bins[b])))
+            work[rank] += loads[b]
+    return BatchPlan(tuple(tuple(batches) for batches in plan))
+
+
+def split_optimizer_steps(group_ids: Sequence[int], samples_per_step: int) -> list[list[int]]:
+    """Cut a rollout into consecutive optimizer steps without tearing groups apart.
+
+    Groups are taken in order of first appearance. A step is closed when the next group would take it over
+    ``samples_per_step``; only a group that is itself larger than a step is spread over several. The last step may
+    be smaller; no sample is dropped.
+
+    Args:
+        group_ids: group of each sample.
+        samples_per_step: wanted samples in one optimizer step (``--train_batch_size``).
+
+    Returns:
+        Sample indices of each step.
+    """
+    if samples_per_step < 1:
+        raise ValueError(f"samples_per_step must be at least 1, got {samples_per_step}")
+    groups: dict[int, list[int]] = {}
+    for index, group in enumerate(group_ids):
+        groups.setdefault(int(group), []).append(index)
+    steps: list[list[int]] = []
+    current: list[int] = []
+    for members in groups.values():
+        if len(members) <= samples_per_step and len(current) + len(members) > samples_per_step:
+            steps.append(current)
+            current = []
+        for index in members:
+            if len(current) == samples_per_step:
+                steps.append(current)
+                current = []
+            current.append(index)
+    if current:
+        steps.append(current)
+    return steps
