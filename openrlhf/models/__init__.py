@@ -1,0 +1,1 @@
+"""Models: loading, packed attention, token log-probabilities, values and rewards."""

@@ -1,0 +1,433 @@
+"""Load transformers models and tokenizers, and write them back as ordinary Hugging Face folders."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from openrlhf.models.attention import PACKED_ATTENTION, check_packing
+from openrlhf.models.lora import LoraSettings, add_lora, is_peft
+from openrlhf.utils.files import publish_folder, temporary_folder
+from openrlhf.utils.logging import get_logger, note_once
+
+logger = get_logger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Above this size on disk, ZeRO-3 ranks load only their part of each tensor into memory.
+ZERO3_INIT_BYTES = 4 << 30
+_HEAD = "score"
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+class ModelLoadError(RuntimeError):
+    """A model or tokenizer can't be read; the message names the path and what is wrong with it."""
+
+
+class ModelOptions(LoraSettings, Protocol):
+    """The flags that decide how a model is loaded (any config object with these fields will do)."""
+
+    param_dtype: str
+    attn_implementation: str
+    packing_samples: bool
+    gradient_checkpointing: bool
+    gradient_checkpointing_use_reentrant: bool
+    use_liger_kernel: bool
+    load_in_4bit: bool
+    zero_stage: int
+    seed: int
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a ``--param_dtype`` value."""
+    if name not in DTYPES:
+        raise ValueError(f"param_dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def check_model_folder(path: str) -> None:
+    """Fail early, and by name, when a local model folder is incomplete. Hub ids pass.
+
+    Raises:
+        ModelLoadError: the path does not exist, or lacks its configuration or (some of) its weights.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+            raise ModelLoadError(f"model folder {path!r} does not exist")
+        return
+    if not folder.is_dir():
+        raise ModelLoadError(f"{path!r} is a file; give the folder that holds config.json and the weights")
+    files = ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"model folder {path!r} has no config.json (it holds: {files})")
+    for index in folder.glob("*.index.json"):
+        try:
+            shards = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, OSError) as error:
+            raise ModelLoadError(f"{index} is not a readable weight index: {error}") from error
+        missing = sorted(s for s in shards if not (folder / s).is_file())
+        if missing:
+            raise ModelLoadError(f"model folder {path!r} lacks weight files that {index.name} names: {missing[:10]}")
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+        raise ModelLoadError(f"model folder {path!r} has no weights (model.safetensors); it holds: {files}")
+
+
+def _load_config(path: str) -> PretrainedConfig:
+    check_model_folder(path)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"cannot read the model configuration of {path!r}: it is not a local folder with a valid config.json, "
+            f"and not a model of the Hugging Face hub that can be reached from here ({_first_line(error)})"
+        ) from error
+
+
+def _quiet_progress_bars() -> None:
+    """Progress bars are for terminals, and for one process at a time."""
+    if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")) > 0:
+        transformers.utils.logging.disable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _silence_dropout(config: PretrainedConfig, path: str) -> dict[str, Any]:
+    """Set every dropout rate to 0: log-probs of the same weights must not differ between two forward passes."""
+    changed: dict[str, Any] = {}
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, rate in list(vars(part).items()):
+            if ("dropout" in name or "pdrop" in name) and isinstance(rate, float) and rate > 0:
+                setattr(part, name, 0.0)
+                changed[name] = rate
+    if changed:
+        note_once(logger, f"{path}: dropout set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})")
+    return changed
+
+
+def resolve_attention(requested: str, packing: bool) -> str:
+    """The attention implementation that transformers is given.
+
+    ``auto`` is PyTorch's own kernels: packed variable-length attention with ``packing``, SDPA on padded rows
+    without. ``flash_attention_2`` means the same when the flash-attn package is not installed, because
+    PyTorch ships these kernels.
+
+    Raises:
+        ModelLoadError: the implementation needs a package that is not installed.
+    """
+    own = PACKED_ATTENTION if packing else "sdpa"
+    if requested in ("auto", PACKED_ATTENTION, "", None):
+        return own
+    if requested in ("sdpa", "eager"):
+        return requested
+    if requested == "flash_attention_2":
+        if importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available():
+            return requested
+        note_once(logger, "flash-attn is not installed: using the attention kernels of PyTorch instead")
+        return own
+    package = {"flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn"}.get(
+        requested, "kernels" if "/" in requested else None
+    )
+    if package is None:
+        raise ModelLoadError(
+            f"attn_implementation {requested!r} is unknown; use auto, sdpa, eager, flash_attention_2, "
+            "flash_attention_3 or a kernels-hub name such as kernels-community/vllm-flash-attn3"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise ModelLoadError(
+            f"attn_implementation {requested!r} needs the Python package {package!r}, which is not installed; "
+            "install it or use --attn_implementation auto"
+        )
+    return requested
+
+
+@contextlib.contextmanager
+def _zero3_loading(path: str, opts: ModelOptions, force: bool | None) -> Iterator[None]:
+    """Make transformers partition parameters while it loads them, for models too big to load whole on each rank."""
+    folder = Path(path).expanduser()
+    size = sum(f.stat().st_size for pattern in _WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
+    wanted = force if force is not None else size >= ZERO3_INIT_BYTES
+    if opts.zero_stage != 3 or not wanted or opts.load_in_4bit:
+        yield
+        return
+    from transformers.integrations import HfDeepSpeedConfig
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    if opts.param_dtype != "fp32":
+        config[opts.param_dtype] = {"enabled": True}
+    keep_alive = HfDeepSpeedConfig(config)  # transformers holds only a weak reference
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+def _quantization(opts: ModelOptions) -> Any:
+    if not opts.load_in_4bit:
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelLoadError("--load_in_4bit needs the Python package 'bitsandbytes', which is not installed")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_compute_dtype=torch_dtype(opts.param_dtype),
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_type="nf4",
+    )
+
+
+def _liger_class(opts: ModelOptions) -> Any:
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ModelLoadError("--use_liger_kernel needs the Python package 'liger-kernel', which is not installed")
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    return AutoLigerKernelForCausalLM
+
+
+def _from_pretrained(
+    auto_class: Any, path: str, config: PretrainedConfig, opts: ModelOptions, zero3_init: bool | None, **extra: Any
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model and the names of the weights that its folder lacks."""
+    _quiet_progress_bars()
+    dropout = _silence_dropout(config, path)
+    attention = resolve_attention(opts.attn_implementation, opts.packing_samples)
+    try:
+        with _zero3_loading(path, opts, zero3_init):
+            model, info = auto_class.from_pretrained(
+                path,
+                config=config,
+                dtype=torch_dtype(opts.param_dtype),
+                attn_implementation=attention,
+                quantization_config=_quantization(opts),
+                trust_remote_code=True,
+                output_loading_info=True,
+                **extra,
+            )
+    except ModelLoadError:
+        raise
+    except Exception as error:  # transformers, safetensors and torch each have their own; all mean the same here
+        raise ModelLoadError(f"cannot load model {path!r}: {type(error).__name__}: {_first_line(error)}") from error
+    if opts.packing_samples and attention != "flash_attention_2":
+        check_packing(config, type(model))
+    model.openrlhf_original_config = dropout
+    model.config.use_cache = False
+    return model, set(info["missing_keys"])
+
+
+def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> nn.Module:
+    wrapped: nn.Module = model
+    if opts.lora_rank > 0:
+        wrapped = add_lora(model, opts, task, quantized=opts.load_in_4bit)
+    if opts.gradient_checkpointing:
+        reentrant = bool(opts.gradient_checkpointing_use_reentrant)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant and opts.lora_rank > 0:
+            model.enable_input_require_grads()
+    return wrapped
+
+
+def load_causal_lm(
+    path: str, opts: ModelOptions, *, trainable: bool = True, zero3_init: bool | None = None
+) -> nn.Module:
+    """Load a causal language model.
+
+    Args:
+        path: local folder or hub id.
+        opts: dtype, attention, LoRA and related flags.
+        trainable: False for a reference model: no LoRA, no gradient checkpointing, no gradients.
+        zero3_init: partition while loading (ZeRO-3 only); None = when the weights are large.
+
+    Returns:
+        A transformers model, wrapped by peft with ``lora_rank`` > 0.
+
+    Raises:
+        ModelLoadError: the model can't be read, or needs a package that is not installed.
+        PackingError: it can't keep packed sequences apart.
+    """
+    config = _load_config(path)
+    auto_class = _liger_class(opts) if opts.use_liger_kernel else AutoModelForCausalLM
+    model, missing = _from_pretrained(auto_class, path, config, opts, zero3_init)
+    if missing:
+        raise ModelLoadError(
+            f"model {path!r} lacks {len(missing)} weight(s) of a {type(model).__name__}, for example "
+            f"{sorted(missing)[:5]}; is it another kind of model?"
+        )
+    if not trainable:
+        return model.requires_grad_(False).eval()
+    return _prepare_training(model, opts, "CAUSAL_LM")
+
+
+def load_sequence_regression(
+    path: str,
+    opts: ModelOptions,
+    *,
+    head_prefix: str = _HEAD,
+    init_head: bool = False,
+    trainable: bool = True,
+    zero3_init: bool | None = None,
+) -> nn.Module:
+    """Load a transformer with one scalar output a token: a critic or a reward model.
+
+    The head is stored as ``<prefix>.weight`` (``[1, hidden]``, no bias); the prefix in config.json
+    (``value_head_prefix``) wins over ``head_prefix``. Inside the model it is always called ``score``.
+
+    Args:
+        init_head: draw the head anew, N(0, 1/(hidden + 1)), even when the folder has one.
+
+    Raises:
+        ModelLoadError: the model can't be read.
+        PackingError: it can't keep packed sequences apart.
+    """
+    config = _load_config(path)
+    prefix = getattr(config, "value_head_prefix", None) or head_prefix
+    config.value_head_prefix = prefix
+    config.num_labels = 1
+    config.architectures = None
+    mapping = {rf"^{prefix}\.": f"{_HEAD}."} if prefix != _HEAD else None
+    model, missing = _from_pretrained(
+        AutoModelForSequenceClassification, path, config, opts, zero3_init, key_mapping=mapping
+    )
+    head = getattr(model, _HEAD, None)
+    if not isinstance(head, nn.Linear):
+        raise ModelLoadError(f"{type(model).__name__} has no linear head named {_HEAD!r}; it can't give scalar scores")
+    head_missing = f"{_HEAD}.weight" in missing
+    body_missing = sorted(name for name in missing if not name.startswith(f"{_HEAD}."))
+    if body_missing:
+        raise ModelLoadError(f"model {path!r} lacks {len(body_missing)} weight(s), for example {body_missing[:5]}")
+    if head_missing or init_head:
+        if head_missing and not init_head:
+            note_once(logger, f"{path}: no weight {prefix}.weight; the head starts from random values")
+        _init_head(head, config.get_text_config().hidden_size, opts.seed)
+    if not trainable:
+        return model.requires_grad_(False).eval()
+    return _prepare_training(model, opts, "SEQ_CLS")
+
+
+def _init_head(head: nn.Linear, hidden: int, seed: int) -> None:
+    """Draw the head from N(0, 1/(hidden + 1)); the same on every rank, also when it is partitioned."""
+    weight = head.weight
+    values = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed)) * (hidden + 1) ** -0.5
+    partitioned = hasattr(weight, "ds_id")
+    context: Any = contextlib.nullcontext()
+    if partitioned:
+        import deepspeed
+
+        context = deepspeed.zero.GatheredParameters([weight], modifier_rank=0)
+    with context, torch.no_grad():
+        if weight.numel() == values.numel():
+            weight.copy_(values.to(weight))
+
+
+def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; give it a pad token when it has none (training never depends on which).
+
+    Args:
+        use_fast: False for the slow Python tokenizer (``--disable_fast_tokenizer``).
+        chat_template: Jinja source that replaces the tokenizer's own template.
+
+    Raises:
+        ModelLoadError: there is no tokenizer, or it has no end-of-sequence token.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(
+            f"cannot load a tokenizer from {path!r} (tokenizer.json or tokenizer_config.json): {_first_line(error)}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(f"the tokenizer of {path!r} has no eos_token; set it in tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        used = {tokenizer.eos_token, tokenizer.bos_token}
+        spare = [t for t in ("<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<|finetune_right_pad_id|>")]
+        vocabulary = tokenizer.get_vocab()
+        tokenizer.pad_token = next((t for t in spare if t in vocabulary and t not in used), tokenizer.eos_token)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+# ------------------------------------------------------------------------------------------------- writing
+
+
+def unwrap_hf(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a peft model (or the model itself)."""
+    return model.get_base_model() if is_peft(model) else model  # type: ignore[return-value]
+
+
+def write_hf_folder(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    config_updates: dict[str, Any] | None = None,
+) -> None:
+    """Write a model as a Hugging Face folder: all of it, or nothing.
+
+    The files are written beside the folder and moved in when complete.
+
+    Args:
+        model: the transformers or peft model the weights belong to (its own tensors are not read).
+        state: full tensors on the CPU by their name in ``model``; a tied weight once. For a peft model, the
+            adapter's only.
+        config_updates: entries to set in config.json.
+
+    Raises:
+        ValueError: a tensor is empty (a partition that was not gathered).
+    """
+    empty = [name for name, tensor in state.items() if tensor.numel() == 0]
+    if empty:
+        raise ValueError(f"refusing to save empty tensors: {empty[:5]}")
+    _quiet_progress_bars()
+    base = unwrap_hf(model)
+    config = copy.deepcopy(base.config)
+    for part in (config, config.get_text_config()):
+        for name, value in getattr(base, "openrlhf_original_config", {}).items():
+            if hasattr(part, name):
+                setattr(part, name, value)
+    config.use_cache = True
+    for name, value in (config_updates or {}).items():
+        setattr(config, name, value)
+    prefix = getattr(config, "value_head_prefix", _HEAD) or _HEAD
+    with temporary_folder(folder) as scratch:
+        if is_peft(model):
+            model.save_pretrained(scratch, state_dict=state, safe_serialization=True)  # type: ignore[operator]
+        else:
+            if prefix != _HEAD:
+                state = {_rename_head(name, prefix): tensor for name, tensor in state.items()}
+            base.save_pretrained(scratch, state_dict=state, safe_serialization=True)
+        config.architectures = [type(base).__name__]
+        config.save_pretrained(scratch)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(scratch)
+        publish_folder(scratch, folder)
+
+
+def _rename_head(name: str, prefix: str) -> str:
+    return f"{prefix}{name.removeprefix(_HEAD)}" if name.startswith(f"{_HEAD}.") else name

@@ -1,0 +1,174 @@
+"""Token log-probabilities, values and scores of packed sequences.
+
+The only place that knows that the logits at position ``t`` are about token ``t + 1``: everything that leaves this
+module is indexed by the token it describes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from openrlhf.batching import MicroBatch
+from openrlhf.models.attention import sequence_bounds
+from openrlhf.models.head import HeadScaling, head_logprobs
+from openrlhf.models.loading import unwrap_hf
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a policy says about each token of a micro-batch.
+
+    Attributes:
+        logprobs: float32 ``[N]``, log p(token | the tokens before it in its sequence); 0 for the first token of
+            each sequence.
+        entropy: float32 ``[N]``, entropy in nats of the distribution the token was drawn from; 0 likewise. None
+            unless asked for.
+        aux_loss: scalar router-balancing loss of a mixture of experts, else None.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    aux_loss: Tensor | None
+
+
+def _layout(batch: MicroBatch, packed: bool) -> tuple[dict[str, Any], Tensor | None]:
+    """Model inputs, and for padded rows the ``[S, L]`` mask of real tokens."""
+    if packed:
+        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        return inputs | sequence_bounds(batch.cu_seqlens), None
+    lengths = batch.lengths
+    steps = torch.arange(int(lengths.max()), device=batch.input_ids.device)
+    inside = steps < lengths[:, None]
+    rows = torch.zeros(inside.shape, dtype=batch.input_ids.dtype, device=batch.input_ids.device)
+    rows[inside] = batch.input_ids
+    positions = steps.expand_as(rows)
+    # Padding is on the right, where causal attention hides it from every real token; the mask is for models that
+    # count tokens by it.
+    return {"input_ids": rows, "position_ids": positions, "attention_mask": inside.long()}, inside
+
+
+class _Backbone(nn.Module):
+    """A transformers model whose hidden states are read in packed order."""
+
+    def __init__(self, model: nn.Module, packing: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.packing = packing
+
+    @property
+    def hf_model(self) -> nn.Module:
+        """The wrapped transformers (or peft) model."""
+        return self.model
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Configuration of the wrapped model."""
+        return unwrap_hf(self.model).config
+
+    def hidden_states(self, batch: MicroBatch, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Last hidden states ``[N, H]`` and the base model's full output."""
+        inputs, inside = _layout(batch, self.packing)
+        hf = unwrap_hf(self.model)
+        base = getattr(hf, hf.base_model_prefix)
+        outputs = base(**inputs, use_cache=False, return_dict=True, **kwargs)
+        hidden = outputs.last_hidden_state
+        return (hidden[0] if inside is None else hidden[inside]), outputs
+
+
+class PolicyModel(_Backbone):
+    """A causal language model that answers with log-probabilities of given tokens.
+
+    Args:
+        model: transformers (or peft) causal language model.
+        packing: run sequences end to end in one row; otherwise as padded rows. The answer is the same.
+        aux_loss: compute the router-balancing loss (mixtures of experts).
+    """
+
+    def __init__(self, model: nn.Module, packing: bool = True, aux_loss: bool = False) -> None:
+        super().__init__(model, packing)
+        self.scaling = HeadScaling.from_config(self.config)
+        self.aux_loss = aux_loss and hasattr(self.config.get_text_config(), "router_aux_loss_coef")
+
+    def forward(self, batch: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
+        """Log-probabilities of all tokens under ``softmax(logits / temperature)``.
+
+        Args:
+            batch: on the model's device.
+            temperature: the one the tokens were sampled with.
+            entropy: also compute the entropy of each token's distribution.
+        """
+        extra = {"output_router_logits": True} if self.aux_loss else {}
+        hidden, outputs = self.hidden_states(batch, **extra)
+        follows = _has_predecessor(batch)
+        rows = follows.nonzero().squeeze(1)
+        dummy = rows.numel() == 0  # the head must run all the same: it takes part in ZeRO-3's collectives
+        if dummy:
+            rows = rows.new_zeros(1)
+        source = hidden[(rows - 1).clamp(min=0)]
+        head = unwrap_hf(self.model).get_output_embeddings()
+        values, spread = head_logprobs(head, source, batch.input_ids[rows], temperature, entropy, self.scaling)
+        logprobs = values.new_zeros(batch.num_tokens)
+        logprobs = logprobs.index_put((rows,), values * 0 if dummy else values)
+        spread_all = None
+        if spread is not None:
+            spread_all = spread.new_zeros(batch.num_tokens).index_put((rows,), spread * 0 if dummy else spread)
+        return TokenOutputs(logprobs, spread_all, self._router_loss(outputs, batch) if self.aux_loss else None)
+
+    def _router_loss(self, outputs: Any, batch: MicroBatch) -> Tensor | None:
+        """Load-balancing loss of https://arxiv.org/abs/2101.03961, as each transformers model defines it."""
+        import sys
+
+        hf = unwrap_hf(self.model)
+        function = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
+        if function is None or getattr(outputs, "router_logits", None) is None:
+            return None
+        text = self.config.get_text_config()
+        experts = getattr(text, "num_experts", None) or text.num_local_experts
+        mask = None if self.packing else _layout(batch, packed=False)[0]["attention_mask"]
+        return function(outputs.router_logits, experts, text.num_experts_per_tok, mask)
+
+
+class ValueModel(_Backbone):
+    """A critic: the value of the state before each token."""
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """float32 ``[N]``: value at ``t`` is the head's output on the tokens before ``t``; 0 at sequence starts."""
+        hidden, _ = self.hidden_states(batch)
+        outputs = _scalar_head(self.model, hidden)
+        shifted = torch.cat([outputs[:1], outputs[:-1]])
+        return torch.where(_has_predecessor(batch), shifted, 0.0)
+
+
+class RewardModel(_Backbone):
+    """A reward model: one score for each sequence, read at its last token.
+
+    Args:
+        normalize: subtract the mean and divide by the standard deviation stored in the model's config.
+    """
+
+    def __init__(self, model: nn.Module, packing: bool = True, normalize: bool = False) -> None:
+        super().__init__(model, packing)
+        self.normalize = normalize
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """float32 ``[S]``."""
+        hidden, _ = self.hidden_states(batch)
+        scores = _scalar_head(self.model, hidden[batch.cu_seqlens[1:].long() - 1])
+        if self.normalize:
+            mean, std = getattr(self.config, "mean", None), getattr(self.config, "std", None)
+            if mean is not None and std:
+                scores = (scores - mean) / std
+        return scores
+
+
+def _has_predecessor(batch: MicroBatch) -> Tensor:
+    return batch.position_ids > 0
+
+
+def _scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
+    return unwrap_hf(model).score(hidden).squeeze(-1).float()

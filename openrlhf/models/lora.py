@@ -1,0 +1,51 @@
+"""Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) through peft."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class LoraSettings(Protocol):
+    """The flags of LoRA."""
+
+    lora_rank: int
+    lora_alpha: int
+    lora_dropout: float
+    target_modules: Any
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether peft wraps this model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def add_lora(model: nn.Module, opts: LoraSettings, task: str, quantized: bool) -> nn.Module:
+    """Freeze a model and add trainable adapters to the named linear layers.
+
+    Args:
+        opts: rank, alpha, dropout and target modules (``all-linear`` or a list of names).
+        task: ``CAUSAL_LM``, or ``SEQ_CLS``, whose head is then trained in full.
+        quantized: the model was loaded in 4 bits.
+
+    Raises:
+        ValueError: no module has one of the given names.
+    """
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    targets = opts.target_modules
+    if isinstance(targets, (list, tuple)):
+        targets = "all-linear" if list(targets) in ([], ["all-linear"]) else list(targets)
+    if quantized:
+        model = prepare_model_for_kbit_training(model)
+    config = LoraConfig(
+        r=opts.lora_rank,
+        lora_alpha=opts.lora_alpha,
+        lora_dropout=opts.lora_dropout,
+        target_modules=targets,
+        task_type=task,
+        bias="none",
+        modules_to_save=["score"] if task == "SEQ_CLS" else None,
+    )
+    return get_peft_model(model, config)

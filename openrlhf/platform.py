@@ -1,0 +1,146 @@
+"""What hardware this process runs on. The only module that asks.
+
+Everything else takes its device, communication backend, attention kernel and weight transport from here, so a
+laptop CPU and a GPU cluster run the same code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+import torch
+
+# Names of the ways in which weights travel from a trainer to a rollout engine.
+TRANSPORT_GLOO = "gloo"
+TRANSPORT_IPC = "ipc"
+TRANSPORT_NCCL = "nccl"
+
+
+def device_type() -> str:
+    """``"cuda"`` when this process sees a GPU, else ``"cpu"``. ``OPENRLHF_DEVICE=cpu`` hides the GPUs."""
+    if os.environ.get("OPENRLHF_DEVICE", "").lower() == "cpu":
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device(local_rank: int = 0) -> torch.device:
+    """The device of a process; on GPUs, the one of its local rank."""
+    if device_type() == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def set_device(local_rank: int = 0) -> torch.device:
+    """Make the process's device current and return it."""
+    chosen = device(local_rank)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def device_count() -> int:
+    """GPUs this process sees; 1 on a CPU."""
+    return torch.cuda.device_count() if device_type() == "cuda" else 1
+
+
+def dist_backend() -> str:
+    """torch.distributed backend of training: NCCL for GPU tensors (with gloo for CPU tensors), gloo on a CPU."""
+    return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
+
+
+def weight_transport(colocated: bool) -> str:
+    """How weights reach the rollout engines: CUDA IPC on shared GPUs, NCCL between GPUs, gloo on a CPU."""
+    if device_type() == "cpu":
+        return TRANSPORT_GLOO
+    return TRANSPORT_IPC if colocated else TRANSPORT_NCCL
+
+
+def ray_resource() -> str:
+    """Name of the Ray resource that one model rank takes."""
+    return "GPU" if device_type() == "cuda" else "CPU"
+
+
+def fused_optimizer() -> bool:
+    """Whether torch's fused AdamW kernel can be used."""
+    return device_type() == "cuda"
+
+
+def prepare_process(threads: int | None = None) -> None:
+    """Set what must be set before models are built: CPU threads, and the folder of ninja on PATH.
+
+    DeepSpeed compiles small C++ helpers on a CPU and calls ``ninja`` by name; it is installed beside the
+    interpreter, which a venv that was not activated leaves off PATH.
+
+    Args:
+        threads: intra-op threads of this process; None = the cores divided by the processes on this host
+            (``LOCAL_WORLD_SIZE``), unless ``OMP_NUM_THREADS`` is set.
+    """
+    bin_dir = os.path.dirname(sys.executable)
+    paths = os.environ.get("PATH", "").split(os.pathsep)
+    if bin_dir not in paths:
+        os.environ["PATH"] = os.pathsep.join([bin_dir, *paths])
+    if device_type() == "cuda":
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def empty_cache() -> None:
+    """Give cached GPU memory back to the driver, so that another process on the GPU can have it."""
+    if device_type() == "cuda":
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    """Wait for the GPU work of this process."""
+    if device_type() == "cuda":
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """Memory of this process in bytes. On a CPU, resident memory; ``total`` is the machine's."""
+
+    allocated: int
+    reserved: int
+    peak: int
+    free: int
+    total: int
+
+    def __str__(self) -> str:
+        gib = 1 << 30
+        return (
+            f"{self.allocated / gib:.2f} GiB used (peak {self.peak / gib:.2f}), "
+            f"{self.free / gib:.2f} of {self.total / gib:.2f} GiB free"
+        )
+
+
+def memory_stats() -> MemoryStats:
+    """Current memory figures of this process and its device."""
+    if device_type() == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return MemoryStats(
+            torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated(), free, total
+        )
+    import psutil
+
+    process, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
+    return MemoryStats(process, process, process, machine.available, machine.total)
+
+
+def reset_peak_memory() -> None:
+    """Start the peak of :func:`memory_stats` anew."""
+    if device_type() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
