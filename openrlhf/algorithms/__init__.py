@@ -1,1 +1,1 @@
-"""The mathematics of training: pure functions of tensors, free of Ray, DeepSpeed and configuration objects."""
+"""The mathematics of training: pure functions of tensors, free of Ray, DeepSpeed and configuration."""

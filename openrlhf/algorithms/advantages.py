@@ -1,9 +1,10 @@
 """Advantage estimators: from rewards of samples to advantages of tokens.
 
-All per-token columns are packed and follow one alignment: index ``t`` describes token ``t``. ``values[t]`` is the
-critic's value of the state *before* token ``t`` (everything up to ``t - 1``), the state in which the token was
-chosen; so the temporal difference of an action is its reward plus the value at the *next action* minus its own.
-Prompt, tool and environment tokens are no transitions: the recursions run over action tokens only.
+All per-token columns are packed and follow one alignment: index ``t`` describes token ``t``. ``values[t]``
+is the critic's value of the state *before* token ``t`` (everything up to ``t - 1``), the state in which the
+token was chosen; so the temporal difference of an action is its reward plus the value at the *next action*
+minus its own. Prompt, tool and environment tokens are no transitions: the recursions run over action tokens
+only.
 
 Order of the reward pipeline: length penalties (:mod:`openrlhf.algorithms.shaping`, before this module), group
 baseline and scale, clip to ``reward_clip_range``, placement on the last action token, KL penalty per token.
@@ -131,12 +132,13 @@ def compute_advantages(
         estimator: registered name.
         columns: the rollout; groups must be complete.
         settings: scalars.
-        sum_over_ranks: where ``columns`` is only this rank's part, a function that returns the sum of a small
-            tensor over all ranks; whitening then uses the statistics of all. Every rank calls it equally often.
+        sum_over_ranks: where ``columns`` is only this rank's part, a function that returns the sum of a
+            small tensor over all ranks; whitening then uses the statistics of all. Every rank calls it
+            equally often.
 
     Raises:
-        ValueError: unknown name, wrong shapes, a reward that is missing or not finite (with the sample indices),
-            or no critic values where the estimator needs them.
+        ValueError: unknown name, wrong shapes, a reward that is missing or not finite (with the sample
+            indices), or no critic values where the estimator needs them.
     """
     spec = ADVANTAGE_ESTIMATORS.get(estimator)
     _check_columns(estimator, spec, columns)
@@ -167,7 +169,9 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
     for field in ("kl", "values", "step_rewards"):
         column = getattr(columns, field)
         if column is not None and column.shape != (tokens,):
-            raise ValueError(f"{field} has shape {tuple(column.shape)}, expected ({tokens},): one entry a token")
+            raise ValueError(
+                f"{field} has shape {tuple(column.shape)}, expected ({tokens},): one entry a token"
+            )
     if columns.action_mask.dtype != torch.bool:
         raise ValueError(f"action_mask must be bool, got {columns.action_mask.dtype}")
     if spec.needs_critic and columns.values is None:
@@ -181,7 +185,7 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
         )
 
 
-# --- rewards of tokens -----------------------------------------------------------------------------------------
+# --- rewards of tokens ----------------------------------------------------------------------------
 
 
 def last_actions(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -192,12 +196,14 @@ def last_actions(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return last.scatter_reduce(0, sequence_ids(cu_seqlens, tokens), position, "amax")
 
 
-def place_token_rewards(columns: RolloutColumns, terminal: Tensor, step_scale: Tensor, kl_coef: float) -> Tensor:
+def place_token_rewards(
+    columns: RolloutColumns, terminal: Tensor, step_scale: Tensor, kl_coef: float
+) -> Tensor:
     """Rewards of tokens, float64 ``[N]``, nonzero on action tokens only.
 
-    The terminal reward goes to the last action token. A step reward at a position that is no action goes to the
-    last action before it (it rewards what led there), or to the first action if there is none before. Sequences
-    without actions get nothing.
+    The terminal reward goes to the last action token. A step reward at a position that is no action goes to
+    the last action before it (it rewards what led there), or to the first action if there is none before.
+    Sequences without actions get nothing.
 
     Args:
         columns: the rollout.
@@ -239,7 +245,7 @@ def _clip(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
     return rewards.clamp(*settings.reward_clip_range)
 
 
-# --- groups ----------------------------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -291,7 +297,7 @@ def _group_advantages(
     return _discounted(columns, settings, torch.where(constant, 0.0, terminal), scale)
 
 
-# --- recursions over action tokens -----------------------------------------------------------------------------
+# --- recursions over action tokens ----------------------------------------------------------------
 
 
 def _discounted_sums(terms: Tensor, decay: float, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -341,8 +347,8 @@ def whiten(
 ) -> Tensor:
     """Subtract the mean over all unmasked tokens and divide by their population standard deviation.
 
-    Equal values give exactly 0. With ``sum_over_ranks`` the statistics are global; a rank without unmasked tokens
-    takes part in both sums. Masked tokens stay 0.
+    Equal values give exactly 0. With ``sum_over_ranks`` the statistics are global; a rank without unmasked
+    tokens takes part in both sums. Masked tokens stay 0.
     """
     reduce = sum_over_ranks or (lambda tensor: tensor)
     clean = zero_masked(values.double(), mask)
@@ -357,7 +363,7 @@ def whiten(
     return centred / (std + WHITEN_EPS) if std_norm else centred
 
 
-# --- estimators ------------------------------------------------------------------------------------------------
+# --- estimators -----------------------------------------------------------------------------------
 
 
 @register_advantage_estimator("gae", needs_critic=True, whiten=True)
@@ -374,9 +380,7 @@ def gae(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     values = zero_masked(columns.values.double(), mask)
     delta = token_rewards + settings.gamma * _next_action(values, mask, cu_seqlens) - values
     advantages = _discounted_sums(delta, settings.gamma * settings.lambd, mask, cu_seqlens)
-    return Advantages(
-        advantages, advantages + values, token_rewards, sequence_sum(token_rewards, cu_seqlens)
-    )
+    return Advantages(advantages, advantages + values, token_rewards, sequence_sum(token_rewards, cu_seqlens))
 
 
 @register_advantage_estimator("reinforce", whiten=True)

@@ -1,9 +1,10 @@
 """From per-token losses to the loss of an optimizer step, independent of how the step was cut up.
 
-The denominators count the *whole* optimizer step: all micro-batches of all ranks. Each micro-batch contributes
-``numerator / denominator``; the sum of the contributions over micro-batches and ranks is the full-batch loss, for
-any split. (Where a framework averages gradients over ``R`` ranks, the contribution is multiplied by ``R``; where
-it averages over accumulation steps, by their number.) A sequence must lie in one micro-batch, whole.
+The denominators count the *whole* optimizer step: all micro-batches of all ranks. Each micro-batch
+contributes ``numerator / denominator``; the sum of the contributions over micro-batches and ranks is the
+full-batch loss, for any split. (Where a framework averages gradients over ``R`` ranks, the contribution is
+multiplied by ``R``; where it averages over accumulation steps, by their number.) A sequence must lie in one
+micro-batch, whole.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def step_denominators(masks: Iterable[np.ndarray | Tensor], constant: float = 1.
     """Count an optimizer step.
 
     Args:
-        masks: one bool mask ``[T_i]`` for each sequence of the step on all ranks, *after* every mask (truncated
-            samples, tool tokens) has been applied.
+        masks: one bool mask ``[T_i]`` for each sequence of the step on all ranks, *after* every mask
+            (truncated samples, tool tokens) has been applied.
         constant: see :class:`Denominators`.
     """
     counts = [int(mask.sum()) for mask in masks]
@@ -60,9 +61,10 @@ def aggregate(
 ) -> Tensor:
     """Contribution of a micro-batch to the loss of the optimizer step; a scalar.
 
-    Modes: ``token-mean``, the mean over all tokens of the step (DAPO); ``seq-mean-token-mean``, the mean over
-    sequences of each one's token mean (GRPO); ``seq-mean-token-sum-norm``, the mean over sequences of each one's
-    token sum divided by a constant (Dr. GRPO). A step without unmasked tokens gives 0 and zero gradients.
+    Modes: ``token-mean``, the mean over all tokens of the step (DAPO); ``seq-mean-token-mean``, the mean
+    over sequences of each one's token mean (GRPO); ``seq-mean-token-sum-norm``, the mean over sequences of
+    each one's token sum divided by a constant (Dr. GRPO). A step without unmasked tokens gives 0 and zero
+    gradients.
 
     Args:
         per_token: loss of each token ``[N]``; values on masked tokens, NaN included, change nothing.
@@ -78,9 +80,11 @@ def aggregate(
         return masked_sequence_mean(per_token, mask, cu_seqlens).sum() / sequences
     if mode == "seq-mean-token-sum-norm":
         return zero_masked(per_token, mask).sum() / (sequences * denominators.constant)
-    raise ValueError(f"unknown loss aggregation {mode!r} (--loss_agg_mode); known: {', '.join(LOSS_AGG_MODES)}")
+    raise ValueError(
+        f"unknown loss aggregation {mode!r} (--loss_agg_mode); known: {', '.join(LOSS_AGG_MODES)}"
+    )
 
 
 def aggregate_sequences(per_sequence: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """Mean over sequences (or pairs) of the step: ``per_sequence[S]``, bool ``mask[S]``; a scalar contribution."""
+    """Contribution to the step's mean over sequences or pairs: ``per_sequence[S]``, bool ``mask[S]``."""
     return zero_masked(per_sequence, mask).sum() / max(denominators.sequences, 1)

@@ -1,9 +1,9 @@
 """Correction of the policy loss for the gap between rollout engine and trainer.
 
-The engine sampled with ``mu`` (its own numerics, or older weights); the trainer recomputes ``pi_old``. Each token's
-loss is weighted by ``rho = pi_old / mu``, bounded in one of several ways. The weight is built from the *old*
-log-probs, so it is constant over inner epochs, and it carries no gradient. Rejected tokens get weight 0 and stay in
-the loss denominators: rejection makes a step smaller, it doesn't amplify what is left.
+The engine sampled with ``mu`` (its own numerics, or older weights); the trainer recomputes ``pi_old``. Each
+token's loss is weighted by ``rho = pi_old / mu``, bounded in one of several ways. The weight is built from
+the *old* log-probs, so it is constant over inner epochs, and it carries no gradient. Rejected tokens get
+weight 0 and stay in the loss denominators: rejection makes a step smaller, it doesn't amplify what is left.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class CorrectionSettings:
     """What to do with ``rho`` and within which bounds.
 
     Attributes:
-        level: ``off``; ``token``, each token is judged by itself; ``seq``, whole sequences are judged by the mean of
-            the statistic over their action tokens (for ratios the *geometric* mean, not the product).
+        level: ``off``; ``token``, each token is judged by itself; ``seq``, whole sequences are judged by
+            the mean of the statistic over their action tokens (for ratios the *geometric* mean, not the
+            product).
         mode: ``clip``, weight ``clamp(rho, low, high)``; ``mask``, weight 0 outside the bounds.
         gating: the statistic held against the bounds. ``ratio``: ``rho``. ``binary_kl``: KL from ``mu`` to
             ``pi_old`` of the two-way choice "this token or another". ``tv``: ``|pi_old - mu|`` of the token.
@@ -74,9 +75,10 @@ class Correction:
 
     Attributes:
         weight: ``[N]``, detached; 1 on masked tokens (and everywhere when the level is off).
-        metrics: per-token values ``[N]``: ``vllm_kl`` (log mu minus log pi_old, an estimate of KL(mu || pi_old)),
-            ``is_ratio`` and ``is_ratio_sq`` (see :func:`effective_sample_size`), ``is_clip_ratio`` (1 where the
-            weight was clamped), ``is_filter_ratio`` (1 where the token was rejected).
+        metrics: per-token values ``[N]``: ``vllm_kl`` (log mu minus log pi_old, an estimate of KL(mu ||
+            pi_old)), ``is_ratio`` and ``is_ratio_sq`` (see :func:`effective_sample_size`),
+            ``is_clip_ratio`` (1 where the weight was clamped), ``is_filter_ratio`` (1 where the token was
+            rejected).
     """
 
     weight: Tensor
@@ -102,7 +104,11 @@ def rollout_correction(
     """
     log_rho = masked_log_ratio(old_logprobs, rollout_logprobs, mask)
     rho = log_rho.exp()
-    metrics = {"vllm_kl": -log_rho, "is_ratio": zero_masked(rho, mask), "is_ratio_sq": zero_masked(rho**2, mask)}
+    metrics = {
+        "vllm_kl": -log_rho,
+        "is_ratio": zero_masked(rho, mask),
+        "is_ratio_sq": zero_masked(rho**2, mask),
+    }
     if settings.level == "off":
         return Correction(torch.ones_like(rho), metrics)
     weight = rho

@@ -1,6 +1,7 @@
 """KL divergence between policy and reference: per-token estimators, the KL loss, and coefficient controllers.
 
-With ``d = log pi(a) - log ref(a)`` for an action sampled from ``pi`` (Schulman, "Approximating KL Divergence"):
+With ``d = log pi(a) - log ref(a)`` for an action sampled from ``pi`` (Schulman, "Approximating KL
+Divergence"):
 
 ========  =======================  ===========================================================================
 name      value                    expected gradient when used as a loss (sampled from the current policy)
@@ -10,9 +11,9 @@ name      value                    expected gradient when used as a loss (sample
 ``k3``    ``exp(-d) - 1 + d``      that of the forward KL, ``E[(1 - ref / pi) * grad log pi]``
 ========  =======================  ===========================================================================
 
-The values of k1 and k3 are unbiased estimates of the reverse KL; k2 is biased. ``unbiased_gradient`` keeps the
-chosen value and replaces the gradient by the reverse KL's, weighted by ``pi / pi_old`` when the action came from
-an older policy.
+The values of k1 and k3 are unbiased estimates of the reverse KL; k2 is biased. ``unbiased_gradient`` keeps
+the chosen value and replaces the gradient by the reverse KL's, weighted by ``pi / pi_old`` when the action
+came from an older policy.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator:
     if estimator == "k3":
         # expm1 keeps the digits that exp(-d) - 1 loses near d = 0
         return torch.expm1(-log_ratio) + log_ratio
-    raise ValueError(f"unknown KL estimator {estimator!r} (--kl_estimator); known: {', '.join(KL_ESTIMATORS)}")
+    raise ValueError(
+        f"unknown KL estimator {estimator!r} (--kl_estimator); known: {', '.join(KL_ESTIMATORS)}"
+    )
 
 
 def kl_loss(
@@ -65,8 +68,8 @@ def kl_loss(
         mask: bool ``[N]``.
         estimator: gives the value, and without ``unbiased_gradient`` also the gradient (see the table above).
         unbiased_gradient: use the gradient of the reverse KL, ``w * d * grad log pi``, for every estimator.
-        old_logprobs: log-probs under the policy that sampled the tokens; ``w`` is the token's importance weight
-            ``pi / pi_old`` (detached). Without it ``w`` is 1, which is right only on-policy.
+        old_logprobs: log-probs under the policy that sampled the tokens; ``w`` is the token's importance
+            weight ``pi / pi_old`` (detached). Without it ``w`` is 1, which is right only on-policy.
     """
     value = estimate_kl(logprobs, ref_logprobs, mask, estimator)
     if not unbiased_gradient:

@@ -54,8 +54,8 @@ def dpo_loss(
 ) -> PreferenceLoss:
     """Direct preference optimisation on summed response log-probs, all ``[P]``.
 
-    With ``h = (chosen - rejected) - (ref_chosen - ref_rejected)``: DPO (arXiv:2305.18290) with conservative label
-    smoothing ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, or IPO (arXiv:2310.12036)
+    With ``h = (chosen - rejected) - (ref_chosen - ref_rejected)``: DPO (arXiv:2305.18290) with conservative
+    label smoothing ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, or IPO (arXiv:2310.12036)
     ``(h - 1 / (2 beta))^2``.
 
     Raises:

@@ -1,8 +1,8 @@
 """Metrics that know what they are a mean over, and are reduced once.
 
-A metric is a pair (total, weight). Micro-batches and ranks add up totals and weights; the division happens once, at
-the end, so no mean of means can arise. The kind of weight is part of the metric: merging a per-token with a
-per-sequence figure is an error.
+A metric is a pair (total, weight). Micro-batches and ranks add up totals and weights; the division happens
+once, at the end, so no mean of means can arise. The kind of weight is part of the metric: merging a
+per-token with a per-sequence figure is an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WeightedMean:
     Attributes:
         total: weighted sum; a number or a scalar tensor.
         weight: sum of weights; a number or a scalar tensor.
-        kind: what one unit of weight is: ``token``, ``sequence``, ``group`` or ``step``; ``latest`` means that a
-            merge keeps the later figure (a learning rate).
+        kind: what one unit of weight is: ``token``, ``sequence``, ``group`` or ``step``; ``latest`` means
+            that a merge keeps the later figure (a learning rate).
     """
 
     total: Number
@@ -57,8 +57,8 @@ class WeightedMean:
 class MetricSum:
     """Named :class:`WeightedMean` values of one phase. Picklable; tensors become numbers when it is pickled.
 
-    Totals may stay on the GPU while micro-batches run (no wait for each metric); :meth:`to_numbers` fetches all of
-    them in one transfer.
+    Totals may stay on the GPU while micro-batches run (no wait for each metric); :meth:`to_numbers` fetches
+    all of them in one transfer.
     """
 
     def __init__(self, entries: Mapping[str, WeightedMean] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Operations on packed per-token tensors: sums over sequences and arithmetic that masked tokens can't disturb."""
+"""Operations on packed per-token tensors: sums over sequences, and arithmetic that ignores masked tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to plus or minus this before ``exp`` (a ratio of 5e8), so that one token can't overflow
-float32. Outside the limit the gradient is 0."""
+"""Log-ratios are clamped to plus or minus this before ``exp`` (a ratio of 5e8), so that one token can't
+overflow float32. Outside the limit the gradient is 0."""
 
 
 def sequence_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
@@ -42,8 +42,13 @@ def masked_sequence_mean(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Te
     return masked_sequence_sum(values, mask, cu_seqlens) / counts.clamp(min=1)
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half-precision values as float32; float32 and float64 unchanged."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` with exact zeros where ``mask`` is False: NaN or inf there reach neither value nor gradient."""
+    """``values``, but exactly 0 where ``mask`` is False: NaN there reaches neither value nor gradient."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -52,7 +57,7 @@ def masked_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Te
 
     A NaN or an infinite log-prob on an *un*masked token gives NaN: the clamp must not hide a broken model.
     """
-    dtype = torch.promote_types(torch.promote_types(numerator.dtype, denominator.dtype), torch.float32)
-    difference = zero_masked(numerator.to(dtype), mask) - zero_masked(denominator.to(dtype), mask)
+    difference = zero_masked(at_least_float32(numerator), mask)
+    difference = difference - zero_masked(at_least_float32(denominator), mask)
     clamped = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.where(difference.isfinite(), clamped, torch.full_like(clamped, math.nan))

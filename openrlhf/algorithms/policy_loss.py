@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.correction import CorrectionSettings, rollout_correction
-from openrlhf.algorithms.packed import masked_log_ratio, masked_sequence_mean, sequence_ids, zero_masked
+from openrlhf.algorithms.packed import (
+    at_least_float32,
+    masked_log_ratio,
+    masked_sequence_mean,
+    sequence_ids,
+    zero_masked,
+)
 from openrlhf.algorithms.registry import Registry
 
 
@@ -56,7 +62,9 @@ class PolicyLossSettings:
 
     def __post_init__(self) -> None:
         if not (self.clip_low >= 0 and self.clip_high >= 0):
-            raise ValueError(f"clip range must be >= 0, got {self.clip_low} and {self.clip_high} (--eps_clip)")
+            raise ValueError(
+                f"clip range must be >= 0, got {self.clip_low} and {self.clip_high} (--eps_clip)"
+            )
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"--dual_clip must be > 1, got {self.dual_clip}")
         if not (self.sapo_tau_positive > 0 and self.sapo_tau_negative > 0):
@@ -70,8 +78,8 @@ class PolicyLoss:
     Attributes:
         per_token: ``[N]``, to be aggregated.
         metrics: detached per-token values ``[N]``, to be averaged over unmasked tokens: ``ratio``,
-            ``ppo_clip_ratio`` (1 where the clip took effect), ``ppo_kl`` (old minus new log-prob), and those of
-            the rollout correction.
+            ``ppo_clip_ratio`` (1 where the clip took effect), ``ppo_kl`` (old minus new log-prob), and
+            those of the rollout correction.
     """
 
     per_token: Tensor
@@ -87,8 +95,8 @@ class PolicyLossSpec:
 
     Attributes:
         aggregation: mode that the loss prescribes, or None where ``--loss_agg_mode`` decides.
-        rollout_ratio: with rollout correction on, the ratio is taken against the rollout log-probs and no further
-            weight is applied.
+        rollout_ratio: with rollout correction on, the ratio is taken against the rollout log-probs and no
+            further weight is applied.
     """
 
     function: LossFunction
@@ -131,8 +139,8 @@ def policy_loss(
         name: registered loss.
         inputs: packed columns.
         settings: scalars.
-        correction: how to weigh tokens for the mismatch between rollout and training log-probs; None for not at
-            all. The weight is built from the old log-probs and carries no gradient.
+        correction: how to weigh tokens for the mismatch between rollout and training log-probs; None for
+            not at all. The weight is built from the old log-probs and carries no gradient.
 
     Raises:
         ValueError: unknown name, or correction without rollout log-probs.
@@ -144,7 +152,8 @@ def policy_loss(
     if correction is not None and correction.level != "off":
         if clean.rollout_logprobs is None:
             raise ValueError(
-                "rollout correction (--enable_vllm_is_correction) needs the rollout log-probs, but the batch has none"
+                "rollout correction (--enable_vllm_is_correction) needs the rollout log-probs, "
+                "but the batch has none"
             )
         corrected = rollout_correction(
             clean.old_logprobs, clean.rollout_logprobs, clean.action_mask, clean.cu_seqlens, correction
@@ -169,7 +178,7 @@ def _clean(inputs: PolicyLossInputs) -> PolicyLossInputs:
     mask = inputs.action_mask
 
     def wide(column: Tensor) -> Tensor:
-        return zero_masked(column.to(torch.promote_types(column.dtype, torch.float32)), mask)
+        return zero_masked(at_least_float32(column), mask)
 
     rollout = inputs.rollout_logprobs
     return replace(
@@ -218,8 +227,8 @@ def ppo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor,
 def gspo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Sequence-level ratio ``s = exp(mean_t log r_t)``, clipped like PPO's (GSPO-token, arXiv:2507.18071).
 
-    Each token has the value ``s`` and the gradient ``s * grad log pi_t``; with equal advantages in a sequence,
-    the mean over its tokens is GSPO's sequence loss, value and gradient.
+    Each token has the value ``s`` and the gradient ``s * grad log pi_t``; with equal advantages in a
+    sequence, the mean over its tokens is GSPO's sequence loss, value and gradient.
     """
     log_ratio = _log_ratio(inputs)
     mean = masked_sequence_mean(log_ratio.detach(), inputs.action_mask, inputs.cu_seqlens)
@@ -231,7 +240,7 @@ def gspo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
 
 @register_policy_loss("cispo")
 def cispo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a clipped, detached importance weight: every token keeps its gradient (arXiv:2506.13585).
+    """REINFORCE with a clipped, detached importance weight: no token loses its gradient (arXiv:2506.13585).
 
     ``-stop_grad(clip(r, 1 - low, 1 + high)) A log pi``.
     """
@@ -246,8 +255,8 @@ def cispo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tenso
 def gmpo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Geometric mean of token ratios clipped in log space (arXiv:2507.20673).
 
-    ``-A exp(mean_t c_t)`` with ``c_t = s min(s d_t, s clip(d_t, -low, high))``, ``d`` the log-ratio and ``s`` the
-    sign of the advantage; the bounds are log-ratios here (the paper uses 0.4).
+    ``-A exp(mean_t c_t)`` with ``c_t = s min(s d_t, s clip(d_t, -low, high))``, ``d`` the log-ratio and
+    ``s`` the sign of the advantage; the bounds are log-ratios here (the paper uses 0.4).
     """
     log_ratio = _log_ratio(inputs)
     sign = inputs.advantages.sign()
@@ -263,8 +272,8 @@ def gmpo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
 def sapo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor, dict[str, Tensor]]:
     """Soft gate instead of a clip: ``-(4 / tau) sigmoid(tau (r - 1)) A`` (arXiv:2511.20347).
 
-    ``tau`` depends on the sign of the advantage. ``ppo_clip_ratio`` reports ratios outside the clip range, for
-    comparison only.
+    ``tau`` depends on the sign of the advantage. ``ppo_clip_ratio`` reports ratios outside the clip range,
+    for comparison only.
     """
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.exp()

@@ -1,4 +1,4 @@
-"""Changes to the scalar reward of a sample, in the order they are applied: model normalisation, length penalties.
+"""Changes to the scalar reward of a sample, in the order of use: model normalisation, length penalties.
 
 The group baseline and the clip come afterwards, in ``advantages``.
 """
@@ -44,7 +44,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: float, factor: fl
 
 
 def stop_properly(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
-    """Rewards ``[S]`` with those of truncated samples multiplied by ``coef`` in [0, 1], or replaced by it if < 0.
+    """Rewards ``[S]``, those of truncated samples multiplied by ``coef`` in [0, 1] or replaced by it if < 0.
 
     Raises:
         ValueError: ``coef`` is above 1.
@@ -78,7 +78,9 @@ def apply_length_penalties(
     if overlong_buffer_len is not None:
         if max_length is None:
             raise ValueError("--overlong_buffer_len needs a response limit (--max_new_tokens or --max_len)")
-        rewards = rewards + overlong_penalty(lengths, max_length, overlong_buffer_len, overlong_penalty_factor)
+        rewards = rewards + overlong_penalty(
+            lengths, max_length, overlong_buffer_len, overlong_penalty_factor
+        )
     if stop_properly_penalty_coef is not None:
         rewards = stop_properly(rewards, truncated, stop_properly_penalty_coef)
     return rewards

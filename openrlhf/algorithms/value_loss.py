@@ -24,11 +24,13 @@ def value_loss(
         clip: radius, or None for no clipping.
 
     Returns:
-        ``(per_token[N], metrics)``; the metrics are per token and detached: ``values`` and ``value_clip_ratio`` (1
-        where the new value left the clip range).
+        ``(per_token[N], metrics)``; the metrics are per token and detached: ``values`` and
+        ``value_clip_ratio`` (1 where the new value left the clip range).
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
-    new, old, target = (zero_masked(x.to(dtype), mask) for x in (values, old_values.detach(), returns.detach()))
+    new, old, target = (
+        zero_masked(x.to(dtype), mask) for x in (values, old_values.detach(), returns.detach())
+    )
     loss = (new - target) ** 2
     clipped = torch.zeros_like(loss)
     if clip is not None:

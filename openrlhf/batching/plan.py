@@ -50,8 +50,8 @@ class SequenceCost:
 class BatchPlan:
     """``ranks[r][m]`` lists the sequences of micro-batch ``m`` on rank ``r``.
 
-    All ranks have the same number of micro-batches. An empty list means that the rank still has to take part in
-    that forward pass, with a stand-in (:func:`openrlhf.batching.microbatch.pack` makes it).
+    All ranks have the same number of micro-batches. An empty list means that the rank still has to take
+    part in that forward pass, with a stand-in (:func:`openrlhf.batching.microbatch.pack` makes it).
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -76,10 +76,10 @@ def plan_micro_batches(
 ) -> BatchPlan:
     """Distribute sequences over ranks and micro-batches with balanced compute.
 
-    The number of micro-batches is as small as the limits allow, the same on every rank; every sequence is in
-    exactly one. Micro-batches that run at the same time on different ranks have similar cost (ranks wait for
-    each other at every collective), and so have the ranks' totals. Expensive ones run first, so a lack of memory
-    shows at once.
+    The number of micro-batches is as small as the limits allow, the same on every rank; every sequence is
+    in exactly one. Micro-batches that run at the same time on different ranks have similar cost (ranks wait
+    for each other at every collective), and so have the ranks' totals. Expensive ones run first, so a lack
+    of memory shows at once.
 
     Args:
         lengths: tokens of each sequence, all > 0.
@@ -198,8 +198,8 @@ def split_optimizer_steps(group_ids: Sequence[int], samples_per_step: int) -> li
     """Cut a rollout into consecutive optimizer steps without tearing groups apart.
 
     Groups are taken in order of first appearance. A step is closed when the next group would take it over
-    ``samples_per_step``; only a group that is itself larger than a step is spread over several. The last step may
-    be smaller; no sample is dropped.
+    ``samples_per_step``; only a group that is itself larger than a step is spread over several. The last
+    step may be smaller; no sample is dropped.
 
     Args:
         group_ids: group of each sample.
