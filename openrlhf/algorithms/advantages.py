@@ -176,6 +176,13 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
         raise ValueError(f"action_mask must be bool, got {columns.action_mask.dtype}")
     if spec.needs_critic and columns.values is None:
         raise ValueError(f"--advantage_estimator {name} needs the critic's values, but none were given")
+    for field in ("kl", "values", "step_rewards"):
+        column = getattr(columns, field)
+        if column is not None:
+            bad = (columns.action_mask & ~column.isfinite()).nonzero().flatten()
+            where = sequence_ids(columns.cu_seqlens, tokens)[bad].unique().tolist()
+            if where:
+                raise ValueError(f"{field} is NaN or infinite on action tokens of samples {where[:20]}")
     broken = (~columns.rewards.isfinite()).nonzero().flatten().tolist()
     if broken:
         shown = {i: float(columns.rewards[i]) for i in broken[:10]}
@@ -301,7 +308,7 @@ def _group_advantages(
 
 
 def _discounted_sums(terms: Tensor, decay: float, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """``x[i] = terms[i] + decay * x[i + 1]`` over the action tokens of each sequence; 0 elsewhere. ``[N]``."""
+    """``x[i] = terms[i] + decay * x[i + 1]`` over each sequence's action tokens; 0 elsewhere. ``[N]``."""
     ids = sequence_ids(cu_seqlens, mask.numel())[mask]
     counts = torch.bincount(ids, minlength=cu_seqlens.numel() - 1)
     width = int(counts.max()) if counts.numel() else 0

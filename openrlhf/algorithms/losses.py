@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf.algorithms.packed import zero_masked
+from openrlhf.algorithms.packed import at_least_float32, zero_masked
 
 
 def cross_entropy_tokens(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Negative log-likelihood of each supervised token, ``[N]``, 0 elsewhere (SFT)."""
-    return -zero_masked(logprobs.to(torch.promote_types(logprobs.dtype, torch.float32)), mask)
+    return -zero_masked(at_least_float32(logprobs), mask)
 
 
 def cross_entropy_sum(logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -22,15 +21,17 @@ def cross_entropy_sum(logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def pairwise_sigmoid_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
-    """Bradley-Terry loss of each pair, ``-log sigmoid(chosen - rejected - margin)``, ``[P]`` (arXiv:2307.09288)."""
-    gap = chosen.float() - rejected.float() if chosen.dtype != torch.float64 else chosen - rejected
+    """Bradley-Terry loss ``-log sigmoid(chosen - rejected - margin)`` of each pair, ``[P]``.
+
+    The margin, where the data has one, is Llama 2's (arXiv:2307.09288).
+    """
+    gap = at_least_float32(chosen) - at_least_float32(rejected)
     return -F.logsigmoid(gap if margin is None else gap - margin)
 
 
 def pairwise_logexp_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
     """``log(1 + exp(rejected - chosen))`` of each pair, ``[P]``: the sigmoid loss without margin."""
-    gap = rejected.float() - chosen.float() if chosen.dtype != torch.float64 else rejected - chosen
-    return F.softplus(gap)
+    return F.softplus(at_least_float32(rejected) - at_least_float32(chosen))
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def dpo_loss(
         raise ValueError(f"--beta must be > 0, got {beta}")
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"--label_smoothing must be in [0, 0.5), got {label_smoothing}")
+    chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
     gap = (chosen - rejected) - (ref_chosen - ref_rejected)
     if ipo:
         loss = (gap - 1 / (2 * beta)) ** 2

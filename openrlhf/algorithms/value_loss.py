@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.packed import zero_masked
+from openrlhf.algorithms.packed import at_least_float32, zero_masked
 
 
 def value_loss(
@@ -27,14 +27,13 @@ def value_loss(
         ``(per_token[N], metrics)``; the metrics are per token and detached: ``values`` and
         ``value_clip_ratio`` (1 where the new value left the clip range).
     """
-    dtype = torch.promote_types(values.dtype, torch.float32)
     new, old, target = (
-        zero_masked(x.to(dtype), mask) for x in (values, old_values.detach(), returns.detach())
+        zero_masked(at_least_float32(x), mask) for x in (values, old_values.detach(), returns.detach())
     )
     loss = (new - target) ** 2
     clipped = torch.zeros_like(loss)
     if clip is not None:
         bounded = old + (new - old).clamp(-clip, clip)
         loss = torch.maximum(loss, (bounded - target) ** 2)
-        clipped = ((new - old).abs() > clip).to(dtype)
+        clipped = ((new - old).abs() > clip).to(loss.dtype)
     return 0.5 * loss, {"values": new.detach(), "value_clip_ratio": clipped.detach()}

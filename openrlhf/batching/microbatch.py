@@ -74,7 +74,8 @@ class MicroBatch:
         for name, column in columns.items():
             if column.shape[:1] != self.input_ids.shape:
                 raise ValueError(
-                    f"column {name!r} has shape {tuple(column.shape)}, but the micro-batch has {self.num_tokens} tokens"
+                    f"column {name!r} has shape {tuple(column.shape)}, but the micro-batch has "
+                    f"{self.num_tokens} tokens"
                 )
         return replace(self, columns={**self.columns, **columns})
 
@@ -82,7 +83,8 @@ class MicroBatch:
         """Cut a ``[N, ...]`` tensor into one view for each sequence, in packed order."""
         if tensor.shape[:1] != self.input_ids.shape:
             raise ValueError(
-                f"cannot split a tensor of shape {tuple(tensor.shape)}: the micro-batch has {self.num_tokens} tokens"
+                f"cannot split a tensor of shape {tuple(tensor.shape)}: the micro-batch has "
+                f"{self.num_tokens} tokens"
             )
         return list(torch.split(tensor, self.lengths.tolist()))
 

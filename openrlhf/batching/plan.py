@@ -131,8 +131,8 @@ def _check_limits(
         if over:
             longest = max(lengths)
             raise OversizedSequenceError(
-                f"{len(over)} sequence(s) are longer than the {max_tokens} tokens that one micro-batch may hold: "
-                f"indices {over[:20]}, longest {longest}. Raise the token limit to at least {longest} "
+                f"{len(over)} sequence(s) are longer than the {max_tokens} tokens that one micro-batch "
+                f"may hold: indices {over[:20]}, longest {longest}. Raise the token limit to at least {longest} "
                 f"(--train_max_tokens_per_gpu / --rollout_max_tokens_per_gpu) or lower --max_len"
             )
 
@@ -181,7 +181,7 @@ def _balance(
 
 
 def _assign(bins: list[list[int]], costs: Sequence[float], ranks: int) -> BatchPlan:
-    """Give each rank one bin of every row of similar bins, the dearest to the rank with the least work so far."""
+    """Give each rank one bin of every row of similar bins; the dearest goes to the least loaded rank."""
     loads = [sum(costs[i] for i in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))
     work = [0.0] * ranks
