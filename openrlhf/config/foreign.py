@@ -1,0 +1,141 @@
+"""Names that mean the same in verl and slime: they aren't accepted, but the error says what to write."""
+
+from __future__ import annotations
+
+from openrlhf.config.names import underscored
+
+# The left side is the other system's name, the right side what to write here; {} is the value, if any.
+_VERL = {
+    "actor_rollout_ref.rollout.n": "--n_samples_per_prompt {}",
+    "actor_rollout_ref.rollout.temperature": "--temperature {}",
+    "actor_rollout_ref.rollout.top_p": "--top_p {}",
+    "actor_rollout_ref.rollout.top_k": "--top_k {}",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "--vllm_tensor_parallel_size {}",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "--vllm_gpu_memory_utilization {}",
+    "actor_rollout_ref.rollout.enforce_eager": "--enforce_eager",
+    "actor_rollout_ref.rollout.enable_prefix_caching": "--enable_prefix_caching",
+    "actor_rollout_ref.rollout.max_num_seqs": "--vllm_max_num_seqs {}",
+    "actor_rollout_ref.rollout.max_num_batched_tokens": "--vllm_max_num_batched_tokens {}",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "--micro_rollout_batch_size {}",
+    "actor_rollout_ref.model.path": "--pretrain {}",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "--gradient_checkpointing",
+    "actor_rollout_ref.model.use_remove_padding": "--packing_samples",
+    "actor_rollout_ref.model.lora_rank": "--lora_rank {}",
+    "actor_rollout_ref.actor.optim.lr": "--actor_learning_rate {}",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (
+        "--train_batch_size with {} x n_samples_per_prompt (it counts samples, not prompts)"
+    ),
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "--micro_train_batch_size {}",
+    "actor_rollout_ref.actor.ppo_epochs": "--max_epochs {}",
+    "actor_rollout_ref.actor.clip_ratio": "--eps_clip {}",
+    "actor_rollout_ref.actor.clip_ratio_low": "--eps_clip_low_high {} HIGH",
+    "actor_rollout_ref.actor.clip_ratio_high": "--eps_clip_low_high LOW {}",
+    "actor_rollout_ref.actor.clip_ratio_c": "--dual_clip {}",
+    "actor_rollout_ref.actor.entropy_coeff": "--entropy_loss_coef {}",
+    "actor_rollout_ref.actor.use_kl_loss": "--use_kl_loss",
+    "actor_rollout_ref.actor.kl_loss_coef": "--use_kl_loss --init_kl_coef {}",
+    "actor_rollout_ref.actor.kl_loss_type": "--kl_estimator with k1, k2 or k3",
+    "actor_rollout_ref.actor.loss_agg_mode": "--loss_agg_mode {}",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "--use_dynamic_batch",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "--train_max_tokens_per_gpu {}",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "--ring_attn_size {}",
+    "actor_rollout_ref.actor.grad_clip": "--max_norm {}",
+    "critic.model.path": "--critic_pretrain {}",
+    "critic.optim.lr": "--critic_learning_rate {}",
+    "critic.cliprange_value": "--value_clip {}",
+    "algorithm.adv_estimator": (
+        "--advantage_estimator (grpo is group_norm, reinforce_plus_plus is reinforce, "
+        "reinforce_plus_plus_baseline is reinforce_baseline)"
+    ),
+    "algorithm.gamma": "--gamma {}",
+    "algorithm.lam": "--lambd {}",
+    "algorithm.kl_ctrl.kl_coef": "--init_kl_coef {}",
+    "algorithm.kl_ctrl.target_kl": "--kl_target {}",
+    "algorithm.kl_ctrl.horizon": "--kl_horizon {}",
+    "algorithm.use_kl_in_reward": "--init_kl_coef above 0 without --use_kl_loss",
+    "algorithm.norm_adv_by_std_in_grpo": "--advantage_estimator group_norm, or dr_grpo for false",
+    "algorithm.filter_groups.enable": "--dynamic_filtering",
+    "algorithm.filter_groups.max_num_gen_batches": "--dynamic_filtering_max_rounds {}",
+    "data.train_files": "--prompt_data {}",
+    "data.val_files": "--eval_dataset {}",
+    "data.train_batch_size": "--rollout_batch_size {} (it counts prompts)",
+    "data.max_prompt_length": "--prompt_max_len {}",
+    "data.max_response_length": "--max_new_tokens {}",
+    "data.filter_overlong_prompts": "--prompt_overlong drop",
+    "trainer.total_epochs": "--num_episodes {}",
+    "trainer.total_training_steps": "--max_steps with the number of optimizer steps",
+    "trainer.save_freq": "--save_steps {}",
+    "trainer.test_freq": "--eval_steps {}",
+    "trainer.default_local_dir": "--ckpt_path {}",
+    "trainer.project_name": "--wandb_project {}",
+    "trainer.experiment_name": "--wandb_run_name {}",
+    "trainer.nnodes": "--actor_num_nodes {}",
+    "trainer.n_gpus_per_node": "--actor_num_gpus_per_node {}",
+    "trainer.val_before_train": "--eval_before_train",
+    "trainer.logger": "--use_wandb KEY or --use_tensorboard FOLDER",
+    "reward_model.model.path": "--reward_pretrain {}",
+    "custom_reward_function.path": "--remote_rm_url {} (a .py file that defines reward_func)",
+}
+_SLIME = {
+    "hf_checkpoint": "--pretrain {}",
+    "rm_type": "--remote_rm_url with a .py file that defines reward_func",
+    "rm_url": "--remote_rm_url {}",
+    "custom_rm_path": "--remote_rm_url with a .py file that defines reward_func",
+    "custom_generate_function_path": "--agent_func_path with a .py file that defines AgentExecutor",
+    "dynamic_sampling_filter_path": "--dynamic_filtering with --dynamic_filtering_reward_range LOW HIGH",
+    "rollout_max_response_len": "--max_new_tokens {}",
+    "rollout_max_prompt_len": "--prompt_max_len {}",
+    "rollout_temperature": "--temperature {}",
+    "rollout_top_p": "--top_p {}",
+    "rollout_top_k": "--top_k {}",
+    "global_batch_size": "--train_batch_size {}",
+    "micro_batch_size": "--micro_train_batch_size {}",
+    "num_epoch": "--num_episodes {}",
+    "num_rollout": "--max_steps with the number of optimizer steps, or --num_episodes",
+    "num_steps_per_rollout": "--train_batch_size with rollout_batch_size x n_samples_per_prompt / {}",
+    "eval_prompt_data": "--eval_dataset with the path alone",
+    "n_samples_per_eval_prompt": "--eval_n_samples_per_prompt {}",
+    "eval_interval": "--eval_steps {}",
+    "save_interval": "--save_steps {}",
+    "save": "--ckpt_path {}",
+    "load": "--load_checkpoint with --ckpt_path {}",
+    "lr": "--actor_learning_rate {}",
+    "clip_grad": "--max_norm {}",
+    "weight_decay": "--l2 {}",
+    "eps_clip_high": "--eps_clip_low_high LOW {}",
+    "kl_coef": "--init_kl_coef {}",
+    "kl_loss_coef": "--use_kl_loss --init_kl_coef {}",
+    "kl_loss_type": "--kl_estimator with k1, k2 or k3",
+    "entropy_coef": "--entropy_loss_coef {}",
+    "use_tis": "--enable_vllm_is_correction",
+    "tis_clip": "--vllm_is_truncated_threshold LOW {}",
+    "calculate_per_token_loss": "--loss_agg_mode token-mean (the default)",
+    "colocate": "--colocate_all_models",
+    "rollout_num_gpus_per_engine": "--vllm_tensor_parallel_size {}",
+    "actor_num_gpus": "--actor_num_gpus_per_node {}",
+    "max_tokens_per_gpu": "--train_max_tokens_per_gpu {}",
+    "use_dynamic_batch_size": "--use_dynamic_batch",
+    "context_parallel_size": "--ring_attn_size {}",
+    "tensor_model_parallel_size": "--ds_tensor_parallel_size {}",
+    "check_weight_update_equal": "--check_weight_sync",
+    "rollout_seed": "--seed {}",
+    "tb_project_name": "--use_tensorboard FOLDER",
+}
+_TABLE = {
+    **{underscored(name): ("verl", text) for name, text in _VERL.items()},
+    **{underscored(name): ("slime", text) for name, text in _SLIME.items()},
+}
+
+
+def translate(name: str, value: str | None) -> tuple[str, str] | None:
+    """The system that a foreign name comes from and what to write instead; None if it isn't known.
+
+    Args:
+        name: the name as written, without leading dashes or plus signs.
+        value: the value written with it, if any; it appears in the advice.
+    """
+    found = _TABLE.get(underscored(name))
+    if found is None:
+        return None
+    system, text = found
+    return system, text.replace("{}", value if value else "VALUE")

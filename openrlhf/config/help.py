@@ -1,0 +1,65 @@
+"""The text of ``--help``: flags by concern, then a command line that works."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flag import FlagSpec, flag_specs
+from openrlhf.config.values import show_value, type_name
+
+WIDTH = 100
+COLUMN = 34
+
+
+def specs_by_group(command: str) -> Mapping[str, list[FlagSpec]]:
+    """The command's flags under the titles of their groups."""
+    groups: dict[str, list[FlagSpec]] = {}
+    for spec in flag_specs(COMMANDS[command].config).values():
+        groups.setdefault(spec.group, []).append(spec)
+    return groups
+
+
+def describe_default(spec: FlagSpec) -> str:
+    """What a flag's value is when nobody gives it; empty where the help says it or it is simply off."""
+    if spec.kind is bool:
+        return "on" if spec.default else ""
+    return "" if spec.default is None else show_value(spec.default)
+
+
+def format_help(command: str) -> str:
+    """The whole help text of a command."""
+    lines = [
+        COMMANDS[command].summary,
+        "",
+        f"usage: openrlhf {command} [--config run.yaml] [--flag value ...] [key=value ...]",
+        "",
+        *textwrap.wrap(
+            "Later values win over earlier ones, and all of them over the YAML file. Names may be written with "
+            "underscores, dashes or dots, as a unique beginning, or by their dotted names of OpenRLHF 0.10-0.11. "
+            f"'openrlhf config explain {command} ...' shows what a command line comes to.",
+            WIDTH,
+        ),
+    ]
+    for title, specs in specs_by_group(command).items():
+        lines += ["", f"{title}:"]
+        for spec in specs:
+            lines += _format_flag(spec)
+    return "\n".join([*lines, "", "Example:", f"  openrlhf {command} {COMMANDS[command].example}"])
+
+
+def _format_flag(spec: FlagSpec) -> list[str]:
+    value = "" if spec.kind is bool else " " + type_name(spec)
+    head = f"  --{spec.name}{value}"
+    text = spec.info.help
+    if spec.info.choices:
+        text += f" {{{', '.join(spec.info.choices)}}}"
+    if default := describe_default(spec):
+        text += f" (default {default})"
+    if spec.info.no_effect:
+        text = f"accepted without effect: {spec.info.no_effect}"
+    body = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
+    if len(head) + 2 > COLUMN:
+        return [head, *(" " * COLUMN + line for line in body)]
+    return [head.ljust(COLUMN) + body[0], *(" " * COLUMN + line for line in body[1:])]

@@ -1,0 +1,271 @@
+"""Automatic changes: values that follow from others, and combinations that are put right with a note."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.commands import CommandConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
+from openrlhf.config.datasource import parse_sources
+from openrlhf.config.flag import flag_specs
+from openrlhf.config.options_algorithm import GROUP_ESTIMATORS
+from openrlhf.config.options_data import DataOptions
+from openrlhf.config.values import show_value
+
+# The limits that train_ppo_ray had in the releases with --prompt_max_len and --generate_max_len.
+OLD_PROMPT_MAX_LEN = 1024
+OLD_GENERATE_MAX_LEN = 1024
+# In these, a discount other than 1 has no meaning: a response has one reward, compared within a group.
+UNDISCOUNTED_ESTIMATORS = (*GROUP_ESTIMATORS, "flash_reinforce")
+CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
+_RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "dpo", "train_ppo_ray": "ppo"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """An automatic change or a remark.
+
+    Attributes:
+        flag: the flag that was changed; None for a remark.
+        reason: why, in a few words; empty if the new value is simply the default.
+        note: a sentence for the user; empty for changes that nobody needs to read about.
+    """
+
+    flag: str | None
+    reason: str
+    note: str
+
+
+class _Changer:
+    """A copy of the configuration under change, with a record of the changes."""
+
+    def __init__(self, config: Any, explicit: frozenset[str]) -> None:
+        self.config, self.explicit = dataclasses.replace(config), explicit
+        self.changes: list[Change] = []
+
+    def set(self, flag: str, value: Any, reason: str, note: str = "") -> None:
+        if getattr(self.config, flag) != value:
+            setattr(self.config, flag, value)
+            self.changes.append(Change(flag, reason, note))
+
+    def fill(self, flag: str, value: Any, reason: str) -> None:
+        """Set a flag that has no value yet."""
+        if getattr(self.config, flag) is None:
+            self.set(flag, value, reason)
+
+    def note(self, text: str) -> None:
+        self.changes.append(Change(None, "", text))
+
+
+def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset()) -> tuple[Any, list[Change]]:
+    """Complete a configuration and apply the automatic changes.
+
+    Args:
+        command: name of the command.
+        config: its configuration, which isn't changed.
+        explicit: the flags that someone gave a value, as opposed to those at their default.
+
+    Returns:
+        The completed copy, and the changes in the order in which they were made.
+    """
+    changer = _Changer(config, explicit)
+    cfg: CommandConfig = changer.config
+    _note_flags_without_effect(changer)
+    if isinstance(cfg, TrainerOptions):
+        changer.fill("wandb_run_name", f"{_RUN_NAMES[command]}_{time.strftime('%m%dT%H:%M')}", "")
+        changer.fill("run_dir", os.path.join(cfg.ckpt_path, "run"), "in ckpt_path")
+    if isinstance(cfg, DataOptions):
+        _fix_template(changer)
+        _eval_split_of_files(changer)
+    if isinstance(cfg, DPOConfig) and not cfg.ref_pretrain:
+        changer.set("ref_pretrain", cfg.pretrain, "as --pretrain")
+    if isinstance(cfg, PPOConfig):
+        _lengths(changer, cfg)
+        _correction(changer, cfg)
+        _critic(changer, cfg)
+        _batches(changer, cfg)
+        _placement(changer, cfg)
+        _algorithm(changer, cfg)
+    if not isinstance(cfg, ServeRMConfig):
+        _packing(changer)
+    _attention_package(changer)
+    return changer.config, changer.changes
+
+
+def _note_flags_without_effect(changer: _Changer) -> None:
+    for name, spec in flag_specs(type(changer.config)).items():
+        if spec.info.no_effect and getattr(changer.config, name) != spec.default:
+            changer.note(f"--{name} has no effect, here or in OpenRLHF: {spec.info.no_effect}")
+
+
+def _fix_template(changer: _Changer) -> None:
+    template = changer.config.input_template
+    if template is None:
+        return
+    if "{}" not in template:
+        changer.set(
+            "input_template",
+            None,
+            "had no {}",
+            f"--input_template {template!r} has no {{}} for the prompt, so no template is used",
+        )
+    elif "\\n" in template:
+        changer.note(
+            "--input_template has a backslash followed by n, which is not a line break; in a shell write $'...\\n'"
+        )
+
+
+def _eval_split_of_files(changer: _Changer) -> None:
+    cfg = changer.config
+    if "eval_split" in changer.explicit or not cfg.eval_dataset or cfg.eval_split == "train":
+        return
+    if all(source.is_file for source in parse_sources(cfg.eval_dataset)):
+        changer.set("eval_split", "train", "the only split of a file")
+
+
+def _lengths(changer: _Changer, cfg: PPOConfig) -> None:
+    prompt, response = cfg.prompt_max_len, cfg.generate_max_len
+    if response is not None:
+        changer.fill("max_new_tokens", response, "as --generate_max_len")
+    if (prompt is None and response is None) or "max_len" in changer.explicit:
+        return
+    if prompt is None:
+        prompt = OLD_PROMPT_MAX_LEN
+        changer.set("prompt_max_len", prompt, "the default beside --generate_max_len")
+    if cfg.max_new_tokens is None:
+        changer.set("max_new_tokens", OLD_GENERATE_MAX_LEN, "the default beside --prompt_max_len")
+    total = prompt + (cfg.max_new_tokens or 0)
+    changer.set(
+        "max_len",
+        total,
+        "prompt_max_len + max_new_tokens",
+        f"--max_len is {total}: {prompt} for the prompt and {cfg.max_new_tokens} for the response",
+    )
+
+
+def _correction(changer: _Changer, cfg: PPOConfig) -> None:
+    if cfg.use_icepop:
+        if "vllm_is_correction_type" not in changer.explicit:
+            changer.set("vllm_is_correction_type", "icepop", "--use_icepop")
+        changer.set("enable_vllm_is_correction", True, "--use_icepop", "--use_icepop turns the correction on")
+    level, mode = cfg.vllm_is_correction_level, cfg.vllm_is_correction_mode
+    if level in ("token", "seq"):
+        kind = CORRECTION_TYPES.get((level, mode or "mask"))
+        if kind is not None and "vllm_is_correction_type" not in changer.explicit:
+            changer.set("vllm_is_correction_type", kind, "from level and mode")
+        changer.set("enable_vllm_is_correction", True, "--vllm_is_correction_level")
+    elif mode is not None and not cfg.enable_vllm_is_correction:
+        changer.note(
+            "--vllm_is_correction_mode alone changes nothing; --vllm_is_correction_level turns the correction on"
+        )
+
+
+def _critic(changer: _Changer, cfg: PPOConfig) -> None:
+    if cfg.advantage_estimator != "gae":
+        dropped = "critic_pretrain" in changer.explicit
+        note = f"--critic_pretrain isn't used: {cfg.advantage_estimator} has no critic" if dropped else ""
+        changer.set("critic_pretrain", None, f"{cfg.advantage_estimator} has no critic", note)
+    elif not cfg.critic_pretrain:
+        if cfg.reward_pretrain:
+            changer.set("critic_pretrain", cfg.reward_pretrain.split(",")[0].strip(), "as --reward_pretrain")
+        else:
+            changer.set("critic_pretrain", cfg.pretrain, "as --pretrain")
+    for name in flag_specs(PPOConfig):
+        shared = name.removeprefix("critic_")
+        if shared != name and shared in flag_specs(PPOConfig):
+            changer.fill(name, getattr(cfg, shared), f"as --{shared}")
+
+
+def _batches(changer: _Changer, cfg: PPOConfig) -> None:
+    if cfg.ring_attn_size > 1:
+        note = "--packing_samples is on: ring attention works on packed sequences"
+        changer.set("packing_samples", True, "--ring_attn_size", note)
+    if cfg.use_dynamic_batch:
+        note = "--packing_samples is on: batches by tokens are packed"
+        changer.set("packing_samples", True, "--use_dynamic_batch", note)
+    changer.fill("rollout_max_tokens_per_gpu", cfg.train_max_tokens_per_gpu, "as --train_max_tokens_per_gpu")
+    changer.fill("vllm_generate_batch_size", cfg.rollout_batch_size, "as --rollout_batch_size")
+
+
+def _placement(changer: _Changer, cfg: PPOConfig) -> None:
+    if cfg.vllm_enable_sleep and not cfg.colocate_all_models:
+        note = "--vllm_enable_sleep is off: engines have GPUs of their own without --colocate_all_models"
+        changer.set("vllm_enable_sleep", False, "no --colocate_all_models", note)
+    if cfg.colocate_all_models and cfg.async_train:
+        changer.note("--colocate_all_models with --async_train: engines keep GPUs of their own")
+    if cfg.deepspeed_enable_sleep and cfg.adam_offload:
+        changer.note("--deepspeed_enable_sleep moves no optimizer state: --adam_offload keeps it on the CPU")
+    if cfg.ref_reward_offload:
+        changer.set("ref_offload", True, "--ref_reward_offload")
+        changer.set("reward_offload", True, "--ref_reward_offload")
+    if cfg.colocate_all_models:
+        for role in ("ref", "critic", "reward"):
+            _same_size(changer, role, "actor", "--colocate_all_models")
+    else:
+        if cfg.colocate_actor_ref:
+            _same_size(changer, "ref", "actor", "--colocate_actor_ref")
+        if cfg.colocate_critic_reward:
+            _same_size(changer, "reward", "critic", "--colocate_critic_reward")
+    gpus, size = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node, cfg.vllm_tensor_parallel_size
+    together = cfg.colocate_all_models and not cfg.async_train
+    if together and "vllm_num_engines" not in changer.explicit and size > 0 and gpus % size == 0:
+        note = f"--vllm_num_engines is {gpus // size}: the engines share all {gpus} GPUs of the policy"
+        changer.set("vllm_num_engines", gpus // size, "--colocate_all_models", note)
+
+
+def _same_size(changer: _Changer, role: str, leader: str, reason: str) -> None:
+    """Models on shared GPUs are equally large; the one nobody gave a size takes the other's."""
+    for part in ("num_nodes", "num_gpus_per_node"):
+        if f"{role}_{part}" not in changer.explicit:
+            changer.set(f"{role}_{part}", getattr(changer.config, f"{leader}_{part}"), reason)
+
+
+def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
+    changer.fill("eps_clip_low_high", (cfg.eps_clip, cfg.eps_clip), "as --eps_clip")
+    estimator = cfg.advantage_estimator
+    if estimator in UNDISCOUNTED_ESTIMATORS and cfg.gamma != 1.0:
+        note = f"--gamma {show_value(cfg.gamma)} is taken as 1: {estimator} has one reward for each response"
+        changer.set("gamma", 1.0, f"{estimator} doesn't discount", note)
+    if cfg.policy_loss_type == "gspo":
+        note = "--loss_agg_mode is seq-mean-token-mean: gspo weights sequences equally"
+        told = note if "loss_agg_mode" in changer.explicit else ""
+        changer.set("loss_agg_mode", "seq-mean-token-mean", "--policy_loss_type gspo", told)
+    if cfg.freezing_actor_steps >= 0 and estimator != "gae":
+        changer.note(
+            f"--freezing_actor_steps {cfg.freezing_actor_steps}: nothing is trained in these steps, "
+            f"since {estimator} has no critic"
+        )
+    if cfg.init_kl_coef == 0:
+        for name in ("use_kl_loss", "kl_target"):
+            if getattr(cfg, name):
+                changer.note(f"--{name} changes nothing: --init_kl_coef 0 has no reference model")
+    elif cfg.use_kl_loss and cfg.kl_estimator == "k1" and not cfg.kl_unbiased_gradient:
+        changer.note(
+            "--use_kl_loss with k1 pulls nowhere on average: its gradient has mean 0. "
+            "Use --kl_estimator k2, or --kl_unbiased_gradient"
+        )
+    elif cfg.use_kl_loss and cfg.kl_estimator == "k3" and not cfg.kl_unbiased_gradient:
+        changer.note(
+            "--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL"
+        )
+    elif not cfg.use_kl_loss and cfg.kl_estimator != "k1":
+        changer.note(f"--kl_estimator {cfg.kl_estimator} is meant for --use_kl_loss; in the reward use k1")
+
+
+def _packing(changer: _Changer) -> None:
+    cfg = changer.config
+    if getattr(cfg, "packing_samples", False) and cfg.attn_implementation in ("eager", "sdpa"):
+        note = f"--attn_implementation is auto: {cfg.attn_implementation} can't keep packed samples apart"
+        changer.set("attn_implementation", "auto", "--packing_samples", note)
+
+
+def _attention_package(changer: _Changer) -> None:
+    chosen = getattr(changer.config, "attn_implementation", "")
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(chosen)
+    if package is not None and importlib.util.find_spec(package) is None:
+        note = f"--attn_implementation is auto, with equal results: {chosen} needs {package}, which isn't installed"
+        changer.set("attn_implementation", "auto", f"{package} isn't installed", note)

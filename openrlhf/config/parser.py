@@ -1,0 +1,180 @@
+"""From what was written to a checked configuration: defaults < YAML < command line, in that order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flag import flag_specs
+from openrlhf.config.help import format_help
+from openrlhf.config.normalize import normalize
+from openrlhf.config.problems import ConfigError, Violation, format_violations
+from openrlhf.config.rules import validate
+from openrlhf.config.sources import Assignment, Written, assign_key, flatten, read_command_line
+
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A configuration and how it came about.
+
+    Attributes:
+        command: name of the command, such as train_ppo_ray.
+        config: the configuration after the automatic changes, an instance of the command's config class.
+        origins: for every flag "default", "FILE:LINE", "command line", or "automatic" with the reason.
+        notes: automatic changes and remarks, for the user to read.
+        violations: all that is wrong; empty if the configuration can be used.
+    """
+
+    command: str
+    config: Any
+    origins: dict[str, str]
+    notes: list[str]
+    violations: list[Violation]
+
+
+def parse_cli(command: str, argv: Sequence[str]) -> Any:
+    """Parse, complete and check a command line. Prints notes to stderr.
+
+    Args:
+        command: one of `COMMANDS`.
+        argv: the arguments after the command's name.
+
+    Returns:
+        An instance of the command's config class.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after printing everything that is wrong.
+    """
+    written = read_command_line(COMMANDS[command].config, command, argv)
+    if written.help:
+        print(format_help(command))
+        raise SystemExit(0)
+    parsed = _finish(command, written)
+    for note in parsed.notes:
+        print(f"{command}: note: {note}", file=sys.stderr)
+    if parsed.violations:
+        print(format_violations(command, parsed.violations), file=sys.stderr)
+        raise SystemExit(2)
+    return parsed.config
+
+
+def parse(command: str, argv: Sequence[str]) -> Parsed:
+    """As `parse_cli`, but without printing or exiting."""
+    return _finish(command, read_command_line(COMMANDS[command].config, command, argv))
+
+
+def build(command: str, **values: Any) -> Any:
+    """A completed and checked configuration from Python values, by canonical names.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    return from_mapping(command, values)
+
+
+def from_mapping(command: str, values: Mapping[str, Any], origin: str = "given") -> Any:
+    """A completed and checked configuration from a (possibly nested) mapping of flags to values.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    config_class = COMMANDS[command].config
+    specs = flag_specs(config_class)
+    written = Written([], [], [])
+    for key, value in flatten(values):
+        # A structured config brings every flag along; those at their default were not asked for.
+        if key not in specs or value != _plain(specs[key].default):
+            assign_key(config_class, key, value, origin, written)
+    parsed = _finish(command, written)
+    if parsed.violations:
+        raise ConfigError(command, parsed.violations)
+    return parsed.config
+
+
+def from_hydra(cfg: Any, command: str = "train_ppo_ray") -> Any:
+    """The configuration that a Hydra (OmegaConf) config means, with flat or nested dotted names.
+
+    Raises:
+        ConfigError: with everything that is wrong.
+    """
+    from omegaconf import OmegaConf
+
+    values = OmegaConf.to_container(cfg, resolve=True)
+    if not isinstance(values, dict):
+        raise TypeError(f"expected a mapping of flags to values, got {type(values).__name__}")
+    return from_mapping(command, {str(key): value for key, value in values.items()}, "hydra")
+
+
+def register_configs() -> None:
+    """Put every command's config into Hydra's ConfigStore, under the command's name."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    for name, command in COMMANDS.items():
+        store.store(name=name, node=command.config)
+
+
+def world_size_from_environment() -> int:
+    """Ranks of this job as torchrun and the deepspeed launcher announce them; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _finish(command: str, written: Written) -> Parsed:
+    config_class = COMMANDS[command].config
+    specs = flag_specs(config_class)
+    origins = dict.fromkeys(specs, DEFAULT)
+    values: dict[str, Any] = {}
+    for assignment in written.assignments:
+        values[assignment.flag] = assignment.value
+        origins[assignment.flag] = assignment.origin
+    values |= _critic_values_untouched(config_class, written.assignments, values)
+    config = config_class(**values)
+    explicit = frozenset(values)
+    config, changes = normalize(command, config, explicit)
+    for change in changes:
+        if change.flag is not None:
+            origins[change.flag] = f"automatic: {change.reason}" if change.reason else DEFAULT
+    notes = [*written.notes, *(change.note for change in changes if change.note)]
+    violations = list(written.violations)
+    # A flag that couldn't be read still has its default: what follows from that is no news.
+    reported = {violation.flag for violation in violations}
+    found = validate(command, config, explicit, world_size_from_environment())
+    violations.extend(violation for violation in found if violation.flag not in reported)
+    return Parsed(command, config, origins, notes, violations)
+
+
+def _critic_values_untouched(
+    config_class: type, assignments: list[Assignment], values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``--actor.max_norm`` speaks of the actor only, ``--max_norm`` of both: keep the critic's default."""
+    specs = flag_specs(config_class)
+    actor_only: dict[str, bool] = {}
+    for assignment in assignments:
+        actor_only[assignment.flag] = actor_only.get(assignment.flag, True) and assignment.actor_only
+    return {
+        f"critic_{flag}": specs[flag].default
+        for flag, only in actor_only.items()
+        if only and f"critic_{flag}" not in values
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+__all__ = [
+    "Parsed",
+    "build",
+    "from_hydra",
+    "from_mapping",
+    "parse",
+    "parse_cli",
+    "register_configs",
+    "world_size_from_environment",
+]

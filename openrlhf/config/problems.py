@@ -1,0 +1,56 @@
+"""What can be wrong with a configuration, and how it is told."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LINE_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        flag: canonical name of the flag concerned (or the text that was written, if it is no flag).
+        problem: what is wrong.
+        fix: what to do about it.
+    """
+
+    flag: str
+    problem: str
+    fix: str
+
+
+class ConfigError(Exception):
+    """A configuration that can't be used; tells all that is wrong with it at once."""
+
+    def __init__(self, command: str, violations: Sequence[Violation]) -> None:
+        self.command = command
+        self.violations = tuple(violations)
+        super().__init__(format_violations(command, violations))
+
+
+def format_violations(command: str, violations: Sequence[Violation]) -> str:
+    """All violations as one message for people."""
+    count = "1 problem" if len(violations) == 1 else f"{len(violations)} problems"
+    lines = [f"{command}: {count} with the options"]
+    for violation in violations:
+        lines.append("")
+        name = violation.flag
+        lines.append(f"  --{name}" if name.isidentifier() else f"  {name}")
+        for head, text in (("    ", violation.problem), ("    -> ", violation.fix)):
+            if text:
+                lines.extend(
+                    textwrap.wrap(
+                        text,
+                        LINE_WIDTH,
+                        initial_indent=head,
+                        subsequent_indent=" " * len(head),
+                        break_long_words=False,
+                        break_on_hyphens=False,
+                    )
+                )
+    return "\n".join(lines)

@@ -1,0 +1,228 @@
+"""Every rule that a configuration must keep, checked before anything is started. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.commands import (
+    LoraCombinerConfig,
+    PPOConfig,
+    ServeRMConfig,
+    SFTConfig,
+    SupervisedOptions,
+    TrainerOptions,
+)
+from openrlhf.config.datasource import FILE_SUFFIXES, Source, looks_local, parse_sources
+from openrlhf.config.limits import check_limits
+from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
+from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
+from openrlhf.config.problems import Violation
+from openrlhf.config.rules_ppo import check_ppo, explain_division, nearest_multiples
+from openrlhf.config.unsupported import unsupported
+
+
+def validate(
+    command: str, cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1
+) -> list[Violation]:
+    """All rules that a (normalized) configuration breaks.
+
+    Args:
+        command: name of the command.
+        cfg: its configuration, after `normalize`.
+        explicit: the flags that someone gave a value.
+        world_size: ranks of the job, for the commands that a launcher starts once a rank.
+    """
+    violations = list(check_limits(cfg))
+    violations += unsupported(cfg)
+    violations += _check_required(cfg)
+    violations += _check_models(cfg)
+    if isinstance(cfg, LoadOptions):
+        violations += _check_loading(cfg)
+    if isinstance(cfg, DeepSpeedOptions):
+        violations += _check_precision(cfg)
+    if isinstance(cfg, DataOptions):
+        violations += _check_data(cfg)
+    if isinstance(cfg, TrainerOptions):
+        violations += _check_folders(cfg)
+    if isinstance(cfg, SupervisedOptions) and not violations:
+        violations += _check_supervised_batches(cfg, world_size)
+    if isinstance(cfg, SupervisedOptions):
+        violations += _check_supervised(cfg)
+    if isinstance(cfg, PPOConfig):
+        # The arithmetic rules would only repeat, in other words, that a number is out of range.
+        broken = {violation.flag for violation in violations}
+        violations += [v for v in check_ppo(cfg, explicit, broken) if v.flag not in broken]
+    return violations
+
+
+def _check_required(cfg: Any) -> Iterator[Violation]:
+    needed: dict[str, str] = {}
+    if isinstance(cfg, ModelOptions):
+        needed["pretrain"] = "a model to start from: a local folder or a hub id"
+    if isinstance(cfg, SupervisedDataOptions):
+        needed["dataset"] = "data to train on: a file, a folder or a hub id"
+    if isinstance(cfg, PPOConfig):
+        needed["prompt_data"] = "prompts to train on: a file, a folder or a hub id"
+    if isinstance(cfg, ServeRMConfig):
+        needed["reward_pretrain"] = "the reward model to serve: a local folder or a hub id"
+    if isinstance(cfg, LoraCombinerConfig):
+        needed["model_path"] = "the base model: a local folder or a hub id"
+        needed["lora_path"] = "the folder of the adapter"
+        needed["output_path"] = "a folder for the result"
+    for flag, what in needed.items():
+        if not getattr(cfg, flag):
+            yield Violation(flag, "is missing", f"give {what}")
+
+
+def _check_models(cfg: Any) -> Iterator[Violation]:
+    for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "model_path", "lora_path"):
+        path = getattr(cfg, flag, None)
+        if path and looks_local(path) and not Path(path).expanduser().is_dir():
+            # The critic and the reference model are filled in from these two; say it once.
+            if flag in ("critic_pretrain", "ref_pretrain") and path in (
+                cfg.pretrain,
+                getattr(cfg, "reward_pretrain", None),
+            ):
+                continue
+            yield Violation(flag, f"there is no folder {path} here ({os.getcwd()})", "check the path")
+
+
+def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
+    if cfg.load_in_4bit and cfg.param_dtype != "bf16":
+        yield Violation(
+            "load_in_4bit",
+            f"computes in bf16, but --param_dtype is {cfg.param_dtype}",
+            "use --param_dtype bf16",
+        )
+    if cfg.use_ms and importlib.util.find_spec("modelscope") is None:
+        yield Violation(
+            "use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope"
+        )
+    if getattr(cfg, "use_liger_kernel", False) and importlib.util.find_spec("liger_kernel") is None:
+        yield Violation(
+            "use_liger_kernel",
+            "needs the package liger-kernel, which isn't installed",
+            "pip install liger-kernel, or leave the flag out",
+        )
+
+
+def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
+    if cfg.ds_tensor_parallel_size > 1 and cfg.param_dtype != "bf16":
+        yield Violation(
+            "ds_tensor_parallel_size",
+            f"works in bf16 only, but --param_dtype is {cfg.param_dtype}",
+            "use --param_dtype bf16",
+        )
+    if cfg.zpg > 1 and cfg.zero_stage != 3:
+        yield Violation(
+            "zpg", f"belongs to ZeRO-3, but --zero_stage is {cfg.zero_stage}", "use --zero_stage 3"
+        )
+
+
+def _check_data(cfg: DataOptions) -> Iterator[Violation]:
+    training = ("prompt_data", "prompt_split", "prompt_data_probs")
+    if isinstance(cfg, SupervisedDataOptions):
+        training = ("dataset", "dataset_split", "dataset_probs")
+    data_flag, split_flag, probs_flag = training
+    for flag, split in ((data_flag, split_flag), ("eval_dataset", "eval_split")):
+        text = getattr(cfg, flag)
+        for source in parse_sources(text) if text else []:
+            yield from _check_source(flag, source)
+            if source.is_file and getattr(cfg, split) != "train":
+                problem = (
+                    f"{getattr(cfg, split)!r} isn't in {source.path}: a single file has only the split train"
+                )
+                yield Violation(split, problem, f"use --{split} train")
+        for name in (split,):
+            if not getattr(cfg, name) or "[" in getattr(cfg, name):
+                problem = f"{getattr(cfg, name)!r} is no name of a split, and slices aren't supported"
+                yield Violation(name, problem, "name a split; --max_samples limits the rows")
+    if getattr(cfg, data_flag) and getattr(cfg, probs_flag):
+        yield from _check_probabilities(
+            data_flag, probs_flag, getattr(cfg, data_flag), getattr(cfg, probs_flag)
+        )
+
+
+def _check_source(flag: str, source: Source) -> Iterator[Violation]:
+    suffix = Path(source.path).suffix
+    if not source.path:
+        yield Violation(flag, "has an empty source between its commas", "remove the extra comma")
+    elif suffix == ".py":
+        problem = f"{source.path}: data sets are no longer loaded by scripts"
+        yield Violation(flag, problem, "convert it to JSON lines or Parquet")
+    elif suffix == ".txt" or (suffix.lower() in FILE_SUFFIXES and suffix not in FILE_SUFFIXES):
+        problem = f"{source.path}: files end in one of {', '.join(FILE_SUFFIXES)}, in lower case"
+        yield Violation(flag, problem, "rename or convert the file")
+    elif source.is_file and not Path(source.path).expanduser().is_file():
+        yield Violation(flag, f"there is no file {source.path} here ({os.getcwd()})", "check the path")
+    elif source.looks_local and not Path(source.path).expanduser().exists():
+        yield Violation(flag, f"there is no {source.path} here ({os.getcwd()})", "check the path")
+
+
+def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: str) -> Iterator[Violation]:
+    count = len(parse_sources(sources))
+    try:
+        probabilities = [float(part) for part in text.split(",")]
+    except ValueError:
+        yield Violation(probs_flag, f"{text!r} is no list of numbers", "write for example 0.3,0.7")
+        return
+    if len(probabilities) != count:
+        problem = f"has {len(probabilities)} numbers for {count} sources"
+        yield Violation(probs_flag, problem, f"give one for each source of --{data_flag}")
+    if min(probabilities) < 0 or abs(sum(probabilities) - 1) > 1e-6:
+        problem = f"{text} are no probabilities: they must not be negative, and sum to 1, not {sum(probabilities):g}"
+        yield Violation(probs_flag, problem, "divide them by their sum")
+
+
+def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:
+    for flag in ("save_path", "ckpt_path", "run_dir"):
+        folder = Path(getattr(cfg, flag)).expanduser().absolute()
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not existing.is_dir():
+            yield Violation(flag, f"{existing} is a file, not a folder", "choose another folder")
+        elif not os.access(existing, os.W_OK | os.X_OK):
+            yield Violation(
+                flag, f"{existing} can't be written to", "choose another folder, or mend its rights"
+            )
+    if cfg.disable_ds_ckpt and not cfg.save_hf_ckpt and cfg.save_steps > 0:
+        yield Violation(
+            "disable_ds_ckpt",
+            f"leaves nothing to write every {cfg.save_steps} steps",
+            "add --save_hf_ckpt, or leave out --save_steps",
+        )
+
+
+def _check_supervised(cfg: SupervisedOptions) -> Iterator[Violation]:
+    if cfg.ring_attn_size > 1 and not cfg.packing_samples:
+        yield Violation("ring_attn_size", "works on packed samples only", "add --packing_samples")
+    if isinstance(cfg, SFTConfig):
+        if cfg.multiturn and not cfg.apply_chat_template:
+            problem = "needs the chat template to find the assistant's turns"
+            yield Violation("multiturn", problem, "add --apply_chat_template")
+        if cfg.multiturn and cfg.pretrain_mode:
+            problem = "trains on every token, so there are no turns to choose"
+            yield Violation("pretrain_mode", problem, "leave out --multiturn or --pretrain_mode")
+
+
+def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterator[Violation]:
+    model_size = cfg.ring_attn_size * cfg.ds_tensor_parallel_size
+    if world_size % model_size:
+        yield Violation(
+            "ring_attn_size",
+            f"{world_size} ranks don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
+            f"start {' or '.join(map(str, nearest_multiples(world_size, model_size)))} ranks",
+        )
+        return
+    ranks = world_size // model_size
+    unit = cfg.micro_train_batch_size * ranks
+    if cfg.train_batch_size % unit:
+        yield Violation(
+            "train_batch_size",
+            explain_division(cfg.train_batch_size, cfg.micro_train_batch_size, ranks),
+            "use "
+            + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(cfg.train_batch_size, unit)),
+        )

@@ -1,0 +1,293 @@
+"""The rules of train_ppo_ray that concern more than one flag."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from openrlhf.config.commands import PPOConfig
+from openrlhf.config.normalize import CORRECTION_TYPES
+from openrlhf.config.options_algorithm import GROUP_ESTIMATORS
+from openrlhf.config.problems import Violation
+from openrlhf.config.values import show_value
+
+# Without these being sound numbers, the arithmetic of batches and placement means nothing.
+_ARITHMETIC = frozenset(
+    (
+        "train_batch_size micro_train_batch_size micro_rollout_batch_size rollout_batch_size "
+        "n_samples_per_prompt actor_num_nodes actor_num_gpus_per_node ring_attn_size ds_tensor_parallel_size "
+        "vllm_num_engines vllm_tensor_parallel_size max_len max_new_tokens"
+    ).split()
+)
+
+
+def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str] = ()) -> Iterator[Violation]:
+    """Check all rules; `broken` are the flags already known to be wrong."""
+    yield from _check_rewards(cfg)
+    yield from _check_files(cfg)
+    yield from _check_groups(cfg)
+    yield from _check_correction(cfg, explicit)
+    yield from _check_async(cfg)
+    yield from _check_images(cfg)
+    if not _ARITHMETIC & set(broken):
+        yield from _check_lengths(cfg, explicit)
+        yield from _check_batches(cfg)
+        yield from _check_placement(cfg)
+
+
+def _check_rewards(cfg: PPOConfig) -> Iterator[Violation]:
+    sources = [f for f in ("remote_rm_url", "agent_func_path", "reward_pretrain") if getattr(cfg, f)]
+    choices = (
+        "--remote_rm_url with URLs or a .py file, --agent_func_path with a .py file, or --reward_pretrain "
+        "with a reward model"
+    )
+    if not sources:
+        yield Violation("remote_rm_url", "nothing gives a reward", f"use one of {choices}")
+    elif len(sources) > 1:
+        given = " and ".join("--" + flag for flag in sources)
+        fix = "keep one" + ("; a critic's model is --critic_pretrain" if "reward_pretrain" in sources else "")
+        yield Violation(sources[0], f"{given} all give rewards, and only one can count", fix)
+    if sources == ["reward_pretrain"]:
+        if "," in (cfg.reward_pretrain or ""):
+            yield Violation("reward_pretrain", "several reward models can't be used at once", "name one")
+        if cfg.eval_dataset:
+            yield Violation(
+                "eval_dataset",
+                "evaluation needs scores that a reward model in training doesn't give",
+                "use --remote_rm_url or --agent_func_path (serve_rm makes a URL of a reward model)",
+            )
+    if cfg.dynamic_filtering and sources in ([], ["reward_pretrain"]):
+        yield Violation(
+            "dynamic_filtering",
+            "filters by scores that must be there before the models run",
+            "use --remote_rm_url or --agent_func_path (serve_rm makes a URL of a reward model)",
+        )
+
+
+def _check_files(cfg: PPOConfig) -> Iterator[Violation]:
+    yield from _check_python_file("agent_func_path", cfg.agent_func_path, "AgentExecutor")
+    yield from _check_python_file("custom_algorithms", cfg.custom_algorithms, "estimators or losses")
+    if not cfg.remote_rm_url:
+        return
+    entries = [entry.strip() for entry in cfg.remote_rm_url.split(",")]
+    files = [entry for entry in entries if not entry.startswith(("http://", "https://"))]
+    if not files:
+        return
+    if len(entries) > 1:
+        yield Violation(
+            "remote_rm_url",
+            f"{', '.join(repr(file) for file in files)} in a list of several: a list holds URLs only",
+            "write one .py file, or URLs that begin with http:// or https://",
+        )
+    else:
+        yield from _check_python_file("remote_rm_url", files[0], "reward_func")
+
+
+def _check_python_file(flag: str, path: str | None, defines: str) -> Iterator[Violation]:
+    if not path:
+        return
+    if not path.endswith(".py"):
+        kinds = "a URL (http://...) or a .py file" if flag == "remote_rm_url" else "a .py file"
+        yield Violation(flag, f"{path!r} is not {kinds}", f"give a file that defines {defines}")
+    elif not Path(path).expanduser().is_file():
+        yield Violation(flag, f"there is no file {path} here ({os.getcwd()})", "check the path")
+
+
+def _check_groups(cfg: PPOConfig) -> Iterator[Violation]:
+    n, estimator = cfg.n_samples_per_prompt, cfg.advantage_estimator
+    if n == 1 and estimator in GROUP_ESTIMATORS:
+        yield Violation(
+            "n_samples_per_prompt",
+            f"{estimator} compares the responses to one prompt, and with --n_samples_per_prompt 1 there is "
+            "nothing to compare: every advantage would be 0",
+            "use 2 or more, or --advantage_estimator reinforce or gae",
+        )
+    elif n == 1 and cfg.dynamic_filtering:
+        yield Violation(
+            "n_samples_per_prompt",
+            "--dynamic_filtering judges groups of responses, and groups of 1 say nothing",
+            "use 2 or more",
+        )
+
+
+def _check_correction(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:
+    level, mode = cfg.vllm_is_correction_level, cfg.vllm_is_correction_mode
+    if cfg.use_icepop and cfg.vllm_is_correction_type != "icepop":
+        yield Violation(
+            "use_icepop", f"contradicts --vllm_is_correction_type {cfg.vllm_is_correction_type}", "keep one"
+        )
+    if level == "seq" and mode == "clip":
+        yield Violation(
+            "vllm_is_correction_mode",
+            "whole sequences can be masked but not clipped",
+            "use mask, or --vllm_is_correction_level token",
+        )
+    elif level in ("token", "seq") and "vllm_is_correction_type" in explicit:
+        meant = CORRECTION_TYPES[level, mode or "mask"]
+        if meant != cfg.vllm_is_correction_type:
+            problem = f"contradicts level {level} with mode {mode or 'mask'}, which is {meant}"
+            yield Violation("vllm_is_correction_type", problem, "leave one of the two out")
+    elif level == "off" and cfg.enable_vllm_is_correction:
+        problem = "is off, but --enable_vllm_is_correction or --use_icepop turns the correction on"
+        yield Violation("vllm_is_correction_level", problem, "leave one of the two out")
+    if cfg.enable_vllm_is_correction and cfg.vllm_is_correction_gating != "ratio":
+        gating = cfg.vllm_is_correction_gating
+        if cfg.vllm_is_truncated_threshold[0] != 0:
+            yield Violation(
+                "vllm_is_truncated_threshold",
+                f"{gating} is a divergence with an upper bound only, but the lower one is "
+                f"{show_value(cfg.vllm_is_truncated_threshold[0])}",
+                "give one value, or 0 and the upper bound",
+            )
+        if cfg.vllm_is_correction_type == "tis":
+            yield Violation(
+                "vllm_is_correction_gating",
+                f"a ratio can't be clamped by {gating}",
+                "use --vllm_is_correction_type icepop or seq-mask-tis",
+            )
+
+
+def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
+    if cfg.partial_rollout and not cfg.async_train:
+        yield Violation("partial_rollout", "belongs to asynchronous training", "add --async_train")
+    if cfg.async_train and cfg.vllm_enable_sleep:
+        yield Violation(
+            "vllm_enable_sleep",
+            "engines can't sleep while --async_train keeps them generating",
+            "leave it out",
+        )
+    surplus = (cfg.vllm_generate_batch_size or 0) > cfg.rollout_batch_size
+    if surplus and not cfg.async_train:
+        yield Violation(
+            "vllm_generate_batch_size",
+            f"{cfg.vllm_generate_batch_size} prompts are more than --rollout_batch_size "
+            f"{cfg.rollout_batch_size} can use",
+            "use at most as many, or --async_train",
+        )
+
+
+def _check_images(cfg: PPOConfig) -> Iterator[Violation]:
+    if cfg.max_images_per_prompt == 0:
+        return
+    if cfg.advantage_estimator == "gae":
+        problem = "vision models have no critic, which gae needs"
+        yield Violation("advantage_estimator", problem, "use another estimator, such as reinforce")
+    if cfg.packing_samples:
+        yield Violation("packing_samples", "images can't be packed", "leave it out")
+
+
+def _check_lengths(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:
+    response, prompt = cfg.max_new_tokens, cfg.prompt_max_len
+    if cfg.generate_max_len is not None and response != cfg.generate_max_len:
+        yield Violation(
+            "generate_max_len",
+            f"is {cfg.generate_max_len}, but --max_new_tokens, which means the same, is {response}",
+            "leave one of the two out",
+        )
+    elif prompt is not None and prompt + (response or 1) > cfg.max_len:
+        parts = (
+            f"prompt_max_len {prompt} + max_new_tokens {response}" if response else f"prompt_max_len {prompt}"
+        )
+        fix = f"use --max_len {prompt + (response or 1)} or more"
+        yield Violation("max_len", f"{parts} and a response don't fit into {cfg.max_len}", fix)
+    elif response is not None and response >= cfg.max_len:
+        problem = f"max_new_tokens {response} leaves no room for a prompt in {cfg.max_len} tokens"
+        yield Violation("max_len", problem, f"use --max_len above {response}, or less --max_new_tokens")
+    limit = response or cfg.max_len
+    if cfg.overlong_buffer_len is not None and cfg.overlong_buffer_len > limit:
+        name = "max_new_tokens" if response else "max_len"
+        problem = f"{show_value(cfg.overlong_buffer_len)} tokens are more than --{name} {limit}"
+        yield Violation("overlong_buffer_len", problem, f"use {limit} or less")
+
+
+def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
+    world = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
+    model_size = cfg.ring_attn_size * cfg.ds_tensor_parallel_size
+    if world % model_size:
+        yield Violation(
+            "actor_num_gpus_per_node",
+            f"{world} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
+            f"use a multiple of {model_size}",
+        )
+        return
+    ranks = world // model_size
+    batch, micro = cfg.train_batch_size, cfg.micro_train_batch_size
+    if cfg.use_dynamic_batch:
+        micro = 1
+    if batch % (micro * ranks):
+        yield Violation(
+            "train_batch_size",
+            explain_division(batch, micro, ranks),
+            "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(batch, micro * ranks)),
+        )
+    prompts, n = cfg.rollout_batch_size, cfg.n_samples_per_prompt
+    if (prompts * n) % batch:
+        step = batch // math.gcd(batch, n)
+        yield Violation(
+            "rollout_batch_size",
+            f"a rollout of {prompts} prompts x {n} responses = {prompts * n} samples is no multiple of "
+            f"--train_batch_size {batch}",
+            "use " + " or ".join(f"--rollout_batch_size {m}" for m in nearest_multiples(prompts, step)),
+        )
+    forward = 1 if cfg.use_dynamic_batch else cfg.micro_rollout_batch_size
+    if prompts * n // forward < ranks:
+        yield Violation(
+            "micro_rollout_batch_size",
+            f"{prompts * n} samples of a rollout in micro-batches of {forward} are fewer than one for each of "
+            f"{ranks} ranks",
+            f"use --micro_rollout_batch_size {max(1, prompts * n // ranks)} or less, or larger rollouts",
+        )
+
+
+def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
+    has_ref, has_critic = cfg.init_kl_coef > 0, cfg.advantage_estimator == "gae"
+    has_reward = bool(cfg.reward_pretrain) and not (cfg.remote_rm_url or cfg.agent_func_path)
+    if cfg.colocate_all_models:
+        flag, roles = (
+            "colocate_all_models",
+            [("ref", has_ref), ("critic", has_critic), ("reward", has_reward)],
+        )
+        pairs = [(role, "actor") for role, exists in roles if exists]
+        engine_gpus = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
+        actor_gpus = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
+        if not cfg.async_train and engine_gpus != actor_gpus:
+            yield Violation(
+                flag,
+                f"the policy has {actor_gpus} GPUs, but {cfg.vllm_num_engines} engines x "
+                f"{cfg.vllm_tensor_parallel_size} (vllm_tensor_parallel_size) are {engine_gpus}, and they share",
+                "make the two equal",
+            )
+    else:
+        flag, pairs = "colocate_actor_ref", [("ref", "actor")] if cfg.colocate_actor_ref and has_ref else []
+        if cfg.colocate_critic_reward and has_critic and has_reward:
+            pairs = [*pairs, ("reward", "critic")]
+    for role, leader in pairs:
+        mine, theirs = _size(cfg, role), _size(cfg, leader)
+        if mine != theirs:
+            name = "colocate_critic_reward" if leader == "critic" else flag
+            yield Violation(
+                name,
+                f"{role} has {mine[0]} x {mine[1]} GPUs (nodes x GPUs per node) and {leader} {theirs[0]} x "
+                f"{theirs[1]}, but they share",
+                f"give --{role}_num_nodes and --{role}_num_gpus_per_node the values of the {leader}",
+            )
+
+
+def _size(cfg: PPOConfig, role: str) -> tuple[int, int]:
+    return getattr(cfg, f"{role}_num_nodes"), getattr(cfg, f"{role}_num_gpus_per_node")
+
+
+def explain_division(batch: int, micro: int, ranks: int) -> str:
+    """The sentence for a batch that doesn't split into whole micro-batches on every rank."""
+    return (
+        f"{batch} samples don't split into micro-batches of {micro} on {ranks} ranks: "
+        f"{batch} is no multiple of {micro} x {ranks} = {micro * ranks}"
+    )
+
+
+def nearest_multiples(number: int, unit: int) -> list[int]:
+    """The multiples of `unit` next to `number`, below (if above 0) and above."""
+    below = number // unit * unit
+    return [m for m in (below, below + unit) if m > 0]

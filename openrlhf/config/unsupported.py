@@ -1,0 +1,84 @@
+"""Features that flags exist for but that can't be had yet: refused with the reason, never ignored.
+
+An entry leaves this table when its feature is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from openrlhf.config.problems import Violation
+
+
+class NotYet(NamedTuple):
+    """When the flag asks for the missing feature, why it is refused, and what to do instead."""
+
+    asked: Callable[[Any], bool]
+    reason: str
+    instead: str
+
+
+NOT_YET: dict[str, NotYet] = {
+    "async_train": NotYet(
+        lambda cfg: cfg.async_train, "generating while training is not available", "leave it out"
+    ),
+    "partial_rollout": NotYet(
+        lambda cfg: cfg.partial_rollout, "it needs async_train, which is not available", "leave it out"
+    ),
+    "load_in_4bit": NotYet(
+        lambda cfg: cfg.load_in_4bit, "4-bit base weights are not available", "use --param_dtype bf16"
+    ),
+    "lora_rank": NotYet(lambda cfg: cfg.lora_rank > 0, "LoRA is not available", "train all weights"),
+    "ring_attn_size": NotYet(
+        lambda cfg: cfg.ring_attn_size > 1,
+        "ring attention is not available",
+        "use 1, and a shorter --max_len",
+    ),
+    "ds_tensor_parallel_size": NotYet(
+        lambda cfg: cfg.ds_tensor_parallel_size > 1,
+        "tensor parallel training is not available",
+        "use 1, with --zero_stage 3 for large models",
+    ),
+    "max_images_per_prompt": NotYet(
+        lambda cfg: cfg.max_images_per_prompt > 0, "training on images is not available", "use 0"
+    ),
+    "image_key": NotYet(
+        lambda cfg: cfg.image_key != "images", "training on images is not available", "leave it out"
+    ),
+    "freeze_visual_encoder": NotYet(
+        lambda cfg: cfg.freeze_visual_encoder, "training vision models is not available", "leave it out"
+    ),
+    "optim": NotYet(lambda cfg: cfg.optim == "muon", "Muon is not available", "use --optim adam"),
+    "critic_optim": NotYet(
+        lambda cfg: cfg.critic_optim == "muon" and cfg.optim != "muon", "Muon is not available", "use adam"
+    ),
+    "deepcompile": NotYet(lambda cfg: cfg.deepcompile, "DeepCompile is not available", "leave it out"),
+    "enable_ema": NotYet(
+        lambda cfg: cfg.enable_ema, "the moving average of the policy is not available", "leave it out"
+    ),
+    "vllm_sync_with_ray": NotYet(
+        lambda cfg: cfg.vllm_sync_with_ray,
+        "weights are never sent through Ray's collectives",
+        "leave it out: --vllm_sync_backend chooses the way",
+    ),
+    "use_ds_universal_ckpt": NotYet(
+        lambda cfg: cfg.use_ds_universal_ckpt,
+        "universal checkpoints are not available",
+        "resume on as many ranks as the checkpoint was written with",
+    ),
+    "experts_implementation": NotYet(
+        lambda cfg: cfg.experts_implementation is not None,
+        "the kernel of mixture-of-experts layers can't be chosen",
+        "leave it out",
+    ),
+}
+
+
+def unsupported(cfg: Any) -> list[Violation]:
+    """A violation for each feature that the configuration asks for and that can't be had."""
+    return [
+        Violation(flag, entry.reason, entry.instead)
+        for flag, entry in NOT_YET.items()
+        if hasattr(cfg, flag) and entry.asked(cfg)
+    ]
