@@ -115,16 +115,20 @@ class OptionGroup:
     title: ClassVar[str] = ""
 
 
-@functools.cache
 def flag_specs(config_class: type) -> dict[str, FlagSpec]:
     """All flags of a config class, by canonical name, in the order of their groups."""
+    return _flag_specs(config_class)
+
+
+@functools.cache
+def _flag_specs(config_class: type) -> dict[str, FlagSpec]:
     hints = typing.get_type_hints(config_class)
     specs = {}
     for field in dataclasses.fields(config_class):
         info = field.metadata[METADATA_KEY]
         kind, optional, count = _describe_type(field.name, hints[field.name])
-        has_factory = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if has_factory else field.default  # type: ignore[misc]
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
         group = _declaring_group(config_class, field.name).title
         specs[field.name] = FlagSpec(field.name, kind, optional, count, default, info, group)
     return specs

@@ -63,7 +63,7 @@ _VERL = {
     "data.max_response_length": "--max_new_tokens {}",
     "data.filter_overlong_prompts": "--prompt_overlong drop",
     "trainer.total_epochs": "--num_episodes {}",
-    "trainer.total_training_steps": "--max_steps with the number of optimizer steps",
+    "trainer.total_training_steps": "--max_steps {}",
     "trainer.save_freq": "--save_steps {}",
     "trainer.test_freq": "--eval_steps {}",
     "trainer.default_local_dir": "--ckpt_path {}",
@@ -91,7 +91,7 @@ _SLIME = {
     "global_batch_size": "--train_batch_size {}",
     "micro_batch_size": "--micro_train_batch_size {}",
     "num_epoch": "--num_episodes {}",
-    "num_rollout": "--max_steps with the number of optimizer steps, or --num_episodes",
+    "num_rollout": "--max_steps {}",
     "num_steps_per_rollout": "--train_batch_size with rollout_batch_size x n_samples_per_prompt / {}",
     "eval_prompt_data": "--eval_dataset with the path alone",
     "n_samples_per_eval_prompt": "--eval_n_samples_per_prompt {}",
@@ -125,6 +125,12 @@ _TABLE = {
     **{underscored(name): ("verl", text) for name, text in _VERL.items()},
     **{underscored(name): ("slime", text) for name, text in _SLIME.items()},
 }
+
+
+def translations() -> list[tuple[str, str, str]]:
+    """The whole table: system, name there, what to write here ({} stands for the value)."""
+    tables = (("verl", _VERL), ("slime", _SLIME))
+    return [(system, name, text) for system, table in tables for name, text in table.items()]
 
 
 def translate(name: str, value: str | None) -> tuple[str, str] | None:

@@ -10,15 +10,36 @@ from openrlhf.config.flag import FlagSpec, flag_specs
 from openrlhf.config.values import show_value, type_name
 
 WIDTH = 100
+GROUP_ORDER = (
+    "Model",
+    "Data",
+    "Rewards",
+    "Algorithm",
+    "Sampling",
+    "Rollouts",
+    "Reward model loss",
+    "DPO loss",
+    "Batches and duration",
+    "Optimizer",
+    "Actor and critic",
+    "Placement",
+    "Rollout engines",
+    "DeepSpeed and parallelism",
+    "Evaluation",
+    "Checkpoints",
+    "Logging",
+    "Server",
+    "Merging",
+)
 COLUMN = 34
 
 
 def specs_by_group(command: str) -> Mapping[str, list[FlagSpec]]:
     """The command's flags under the titles of their groups."""
-    groups: dict[str, list[FlagSpec]] = {}
+    groups: dict[str, list[FlagSpec]] = {title: [] for title in GROUP_ORDER}
     for spec in flag_specs(COMMANDS[command].config).values():
-        groups.setdefault(spec.group, []).append(spec)
-    return groups
+        groups[spec.group].append(spec)
+    return {title: specs for title, specs in groups.items() if specs}
 
 
 def describe_default(spec: FlagSpec) -> str:
@@ -36,8 +57,9 @@ def format_help(command: str) -> str:
         f"usage: openrlhf {command} [--config run.yaml] [--flag value ...] [key=value ...]",
         "",
         *textwrap.wrap(
-            "Later values win over earlier ones, and all of them over the YAML file. Names may be written with "
-            "underscores, dashes or dots, as a unique beginning, or by their dotted names of OpenRLHF 0.10-0.11. "
+            "Later values win over earlier ones, and all of them over the YAML file. Names may be written "
+            "with underscores, dashes or dots, as a unique beginning, or by their dotted names of OpenRLHF "
+            "0.10-0.11. "
             f"'openrlhf config explain {command} ...' shows what a command line comes to.",
             WIDTH,
         ),

@@ -63,9 +63,9 @@ SHARE_BELOW_ONE = Limit(0, 1, high_open=True)
 LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
-            "train_batch_size micro_train_batch_size max_epochs max_samples max_len logging_steps max_ckpt_num "
-            "zpg ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha muon_ns_steps "
-            "actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
+            "train_batch_size micro_train_batch_size max_epochs max_samples max_len logging_steps "
+            "max_ckpt_num zpg ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha "
+            "muon_ns_steps actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
             "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node "
             "vllm_num_engines vllm_tensor_parallel_size vllm_max_num_seqs vllm_max_num_batched_tokens "
             "n_samples_per_prompt max_new_tokens generate_max_len prompt_max_len num_episodes "
@@ -86,8 +86,8 @@ LIMITS: dict[str, Limit] = {
     ),
     **dict.fromkeys(
         (
-            "l2 critic_l2 max_norm critic_max_norm aux_loss_coef lora_rank dataloader_num_workers init_kl_coef "
-            "nll_loss_coef eval_temperature overlong_penalty_factor max_images_per_prompt seed"
+            "l2 critic_l2 max_norm critic_max_norm aux_loss_coef lora_rank dataloader_num_workers "
+            "init_kl_coef nll_loss_coef eval_temperature overlong_penalty_factor max_images_per_prompt seed"
         ).split(),
         NOT_NEGATIVE,
     ),

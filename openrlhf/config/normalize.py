@@ -115,7 +115,8 @@ def _fix_template(changer: _Changer) -> None:
         )
     elif "\\n" in template:
         changer.note(
-            "--input_template has a backslash followed by n, which is not a line break; in a shell write $'...\\n'"
+            "--input_template has a backslash followed by n, which is not a line break; "
+            "in a shell write $'...\\n'"
         )
 
 
@@ -160,7 +161,8 @@ def _correction(changer: _Changer, cfg: PPOConfig) -> None:
         changer.set("enable_vllm_is_correction", True, "--vllm_is_correction_level")
     elif mode is not None and not cfg.enable_vllm_is_correction:
         changer.note(
-            "--vllm_is_correction_mode alone changes nothing; --vllm_is_correction_level turns the correction on"
+            "--vllm_is_correction_mode alone changes nothing; "
+            "--vllm_is_correction_level turns the correction on"
         )
 
 
@@ -267,5 +269,8 @@ def _attention_package(changer: _Changer) -> None:
     chosen = getattr(changer.config, "attn_implementation", "")
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(chosen)
     if package is not None and importlib.util.find_spec(package) is None:
-        note = f"--attn_implementation is auto, with equal results: {chosen} needs {package}, which isn't installed"
+        note = (
+            f"--attn_implementation is auto, with equal results: {chosen} needs {package}, "
+            "which isn't installed"
+        )
         changer.set("attn_implementation", "auto", f"{package} isn't installed", note)

@@ -11,7 +11,7 @@ from openrlhf.config.flag import OptionGroup, flag
 
 @dataclass(kw_only=True)
 class PrecisionOptions(OptionGroup):
-    title: ClassVar[str] = "Precision"
+    title: ClassVar[str] = "Model"
 
     param_dtype: str = flag(
         "bf16",
@@ -23,12 +23,12 @@ class PrecisionOptions(OptionGroup):
 
 @dataclass(kw_only=True)
 class LoadOptions(PrecisionOptions):
-    title: ClassVar[str] = "Loading"
+    title: ClassVar[str] = "Model"
 
     attn_implementation: str = flag(
         "auto",
         "attention backend; auto is this project's packed attention on the best kernel of the device, "
-        "anything else is a name that transformers knows (eager, sdpa, flash_attention_2, a kernels-hub name)",
+        "anything else is a name that transformers knows (eager, sdpa, flash_attention_2, a hub kernel)",
         "ds.attn_implementation",
     )
     load_in_4bit: bool = flag(
@@ -91,7 +91,7 @@ class ModelOptions(LoadOptions):
 
 @dataclass(kw_only=True)
 class ValueHeadOptions(OptionGroup):
-    title: ClassVar[str] = "Value head"
+    title: ClassVar[str] = "Model"
 
     value_head_prefix: str = flag(
         "score",
@@ -205,7 +205,11 @@ class TrainOptions(OptionGroup):
         8, "samples of one forward and backward pass on one rank", "train.micro_batch_size"
     )
     max_epochs: int = flag(1, "passes over the training data (PPO: over each rollout)", "train.max_epochs")
-    max_steps: int = flag(-1, "stop after this many optimizer steps; -1 sets no limit", since="new")
+    max_steps: int = flag(
+        -1,
+        "stop after this many global steps: optimizer steps, in PPO rollouts; -1 sets no limit",
+        since="new",
+    )
 
 
 @dataclass(kw_only=True)
@@ -238,7 +242,7 @@ class LoggingOptions(OptionGroup):
 
     logging_steps: int = flag(1, "log metrics every N global steps", "logger.logging_steps")
     run_dir: str | None = flag(
-        None, "folder for metrics.jsonl and the processes' logs; <ckpt_path>/run if not given", since="new"
+        None, "folder for metrics.jsonl and the processes' logs; ckpt_path/run if not given", since="new"
     )
     use_wandb: str | None = flag(
         None,

@@ -163,6 +163,7 @@ class EvalOptions(OptionGroup):
     eval_before_train: bool = flag(False, "evaluate once before the first step", since="new")
     best_metric_key: str = flag(
         "",
-        "evaluation metric whose best checkpoint is kept; the first that ends in _pass1 if empty, none for off",
+        "evaluation metric whose best checkpoint is kept; the first that ends in _pass1 if empty, "
+        "none for off",
         "ckpt.best_metric_key",
     )

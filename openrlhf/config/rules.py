@@ -1,4 +1,4 @@
-"""Every rule that a configuration must keep, checked before anything is started. Nothing heavy is imported."""
+"""Every rule that a configuration must keep. They are checked before anything is started or imported."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: st
         problem = f"has {len(probabilities)} numbers for {count} sources"
         yield Violation(probs_flag, problem, f"give one for each source of --{data_flag}")
     if min(probabilities) < 0 or abs(sum(probabilities) - 1) > 1e-6:
-        problem = f"{text} are no probabilities: they must not be negative, and sum to 1, not {sum(probabilities):g}"
+        problem = f"{text}: probabilities are 0 or more and sum to 1, these to {sum(probabilities):g}"
         yield Violation(probs_flag, problem, "divide them by their sum")
 
 
@@ -213,7 +213,8 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
     if world_size % model_size:
         yield Violation(
             "ring_attn_size",
-            f"{world_size} ranks don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
+            f"{world_size} ranks don't divide into groups of ring_attn_size x ds_tensor_parallel_size = "
+            f"{model_size}",
             f"start {' or '.join(map(str, nearest_multiples(world_size, model_size)))} ranks",
         )
         return

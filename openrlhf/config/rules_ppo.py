@@ -208,7 +208,8 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
     if world % model_size:
         yield Violation(
             "actor_num_gpus_per_node",
-            f"{world} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
+            f"{world} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = "
+            f"{model_size}",
             f"use a multiple of {model_size}",
         )
         return
@@ -235,8 +236,8 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
     if prompts * n // forward < ranks:
         yield Violation(
             "micro_rollout_batch_size",
-            f"{prompts * n} samples of a rollout in micro-batches of {forward} are fewer than one for each of "
-            f"{ranks} ranks",
+            f"{prompts * n} samples of a rollout in micro-batches of {forward} are less than one for each "
+            f"of {ranks} ranks",
             f"use --micro_rollout_batch_size {max(1, prompts * n // ranks)} or less, or larger rollouts",
         )
 
@@ -256,7 +257,8 @@ def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
             yield Violation(
                 flag,
                 f"the policy has {actor_gpus} GPUs, but {cfg.vllm_num_engines} engines x "
-                f"{cfg.vllm_tensor_parallel_size} (vllm_tensor_parallel_size) are {engine_gpus}, and they share",
+                f"{cfg.vllm_tensor_parallel_size} (vllm_tensor_parallel_size) are {engine_gpus}, "
+                "and they share",
                 "make the two equal",
             )
     else:

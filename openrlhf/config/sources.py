@@ -45,7 +45,7 @@ class Written:
 
 
 def read_command_line(config_class: type, command: str, argv: Sequence[str]) -> Written:
-    """Read flags, ``--config FILE`` and ``key=value`` overrides. Files count less than what stands beside them."""
+    """Read flags, ``--config FILE`` and ``key=value`` overrides; files count less than the rest."""
     written = Written([], [], [])
     from_files: list[Assignment] = []
     tokens = _Tokens(argv)

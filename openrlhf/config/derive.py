@@ -1,0 +1,223 @@
+"""The arithmetic of a run: steps, batches and GPUs that follow from a configuration. Trainers use it too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.commands import PPOConfig, SupervisedOptions, TrainerOptions
+from openrlhf.config.datasource import parse_sources
+from openrlhf.config.options_model import DeepSpeedOptions
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Numbers that follow from a configuration; None where they don't apply or the row count is missing.
+
+    Attributes:
+        data_parallel_size: groups of ranks that see different samples.
+        micro_batches_per_step: micro-batches of one rank in an optimizer step; None if tokens fill them.
+        samples_per_rollout: samples of a full rollout.
+        steps_per_rollout: optimizer steps on a full rollout, inner epochs included.
+        forward_micro_batches: micro-batches of one rank in the forward passes over a full rollout.
+        num_rows: rows (prompts) in a pass over the data.
+        num_rollouts: rollouts in the whole run.
+        total_steps: optimizer steps in the whole run, and so the length of the schedule.
+        warmup_steps: the first of them, in which the learning rate rises.
+        prompt_limit: largest number of tokens of a prompt.
+        response_limit: largest number of tokens of a response.
+        gpus: GPUs of each role; roles that don't exist are left out.
+        total_gpus: GPUs of the whole job; less than the sum of `gpus` where roles share.
+    """
+
+    data_parallel_size: int
+    micro_batches_per_step: int | None
+    samples_per_rollout: int | None
+    steps_per_rollout: int | None
+    forward_micro_batches: int | None
+    num_rows: int | None
+    num_rollouts: int | None
+    total_steps: int | None
+    warmup_steps: int | None
+    prompt_limit: int | None
+    response_limit: int | None
+    gpus: Mapping[str, int]
+    total_gpus: int
+
+
+def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1) -> Derived:
+    """The arithmetic of a run.
+
+    Args:
+        cfg: a normalized and valid configuration of a training command.
+        num_rows: usable rows (prompts) of the training data, if they are known.
+        world_size: ranks of the job; train_ppo_ray takes them from its flags instead.
+    """
+    if isinstance(cfg, PPOConfig):
+        return _derive_ppo(cfg, num_rows)
+    if not isinstance(cfg, SupervisedOptions):
+        raise TypeError(f"{type(cfg).__name__} belongs to no training command")
+    ranks = data_parallel_size(cfg, world_size)
+    total = None
+    if num_rows is not None:
+        # Accumulation runs on across epochs, so only the last incomplete batch of all is left out.
+        total = _capped(cfg, num_rows * cfg.max_epochs // cfg.train_batch_size)
+    return Derived(
+        data_parallel_size=ranks,
+        micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks),
+        samples_per_rollout=None,
+        steps_per_rollout=None,
+        forward_micro_batches=None,
+        num_rows=num_rows,
+        num_rollouts=None,
+        total_steps=total,
+        warmup_steps=_warmup(cfg, total),
+        prompt_limit=None,
+        response_limit=None,
+        gpus={"model": world_size},
+        total_gpus=world_size,
+    )
+
+
+def data_parallel_size(cfg: DeepSpeedOptions, world_size: int) -> int:
+    """Groups of ranks that see different samples, out of `world_size` ranks of one model."""
+    return world_size // (cfg.ring_attn_size * cfg.ds_tensor_parallel_size)
+
+
+def optimizer_steps(cfg: PPOConfig, num_samples: int) -> int:
+    """Optimizer steps on a rollout of `num_samples` samples, inner epochs included.
+
+    A rollout that is no multiple of the batch (the last one of an episode) ends with a smaller step.
+    """
+    return math.ceil(num_samples / cfg.train_batch_size) * cfg.max_epochs
+
+
+def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
+    ranks = data_parallel_size(cfg, cfg.actor_num_nodes * cfg.actor_num_gpus_per_node)
+    n = cfg.n_samples_per_prompt
+    samples = cfg.rollout_batch_size * n
+    rollouts, total = None, None
+    if num_rows is not None:
+        full, rest = divmod(num_rows, cfg.rollout_batch_size)
+        in_episode = full + (rest > 0)
+        rollouts = _capped(cfg, cfg.num_episodes * in_episode)
+        # Every episode but for its last rollout is made of full ones.
+        short = 0 if rest == 0 else rollouts // in_episode
+        total = (rollouts - short) * optimizer_steps(cfg, samples) + short * optimizer_steps(cfg, rest * n)
+    gpus, total_gpus = gpus_per_role(cfg)
+    static = not cfg.use_dynamic_batch
+    response = cfg.max_new_tokens
+    return Derived(
+        data_parallel_size=ranks,
+        micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks)
+        if static
+        else None,
+        samples_per_rollout=samples,
+        steps_per_rollout=optimizer_steps(cfg, samples),
+        forward_micro_batches=math.ceil(samples / (cfg.micro_rollout_batch_size * ranks)) if static else None,
+        num_rows=num_rows,
+        num_rollouts=rollouts,
+        total_steps=total,
+        warmup_steps=_warmup(cfg, total),
+        prompt_limit=prompt_limit(cfg),
+        response_limit=response if response is not None else cfg.max_len - 1,
+        gpus=gpus,
+        total_gpus=total_gpus,
+    )
+
+
+def prompt_limit(cfg: PPOConfig) -> int:
+    """Largest number of tokens of a prompt; at least one token is left for the response."""
+    if cfg.prompt_max_len is not None:
+        return cfg.prompt_max_len
+    return cfg.max_len - (cfg.max_new_tokens or 1)
+
+
+def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
+    """GPUs of each role that exists, and of the whole job."""
+    gpus = {"actor": cfg.actor_num_nodes * cfg.actor_num_gpus_per_node}
+    if cfg.init_kl_coef > 0:
+        gpus["ref"] = cfg.ref_num_nodes * cfg.ref_num_gpus_per_node
+    if cfg.advantage_estimator == "gae":
+        gpus["critic"] = cfg.critic_num_nodes * cfg.critic_num_gpus_per_node
+    if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
+        gpus["reward"] = cfg.reward_num_nodes * cfg.reward_num_gpus_per_node
+    gpus["engines"] = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
+    guests: set[str] = set()
+    if cfg.colocate_all_models:
+        guests = {"ref", "critic", "reward"} | (set() if cfg.async_train else {"engines"})
+    else:
+        if cfg.colocate_actor_ref:
+            guests.add("ref")
+        if cfg.colocate_critic_reward and "critic" in gpus:
+            guests.add("reward")
+    return gpus, sum(count for role, count in gpus.items() if role not in guests)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Everything about the optimizer of one model (see the flags of the same names)."""
+
+    optim: str
+    learning_rate: float
+    adam_betas: tuple[float, float]
+    adam_eps: float
+    l2: float
+    max_norm: float
+    lr_scheduler: str
+    lr_warmup_ratio: float
+    min_lr_ratio: float
+    muon_lr: float
+    muon_momentum: float
+
+
+def optimizer_settings(cfg: TrainerOptions, role: str = "actor") -> OptimizerSettings:
+    """The optimizer settings of the trained model; of train_ppo_ray, those of the actor or the critic."""
+    prefix = "critic_" if role == "critic" else ""
+
+    def setting(name: str) -> Any:
+        return getattr(cfg, prefix + name)
+
+    rate = getattr(cfg, f"{role}_learning_rate") if isinstance(cfg, PPOConfig) else setting("learning_rate")
+    return OptimizerSettings(
+        optim=setting("optim"),
+        learning_rate=rate,
+        adam_betas=setting("adam_betas"),
+        adam_eps=setting("adam_eps"),
+        l2=setting("l2"),
+        max_norm=setting("max_norm"),
+        lr_scheduler=setting("lr_scheduler"),
+        lr_warmup_ratio=setting("lr_warmup_ratio"),
+        min_lr_ratio=setting("min_lr_ratio"),
+        muon_lr=setting("muon_lr"),
+        muon_momentum=setting("muon_momentum"),
+    )
+
+
+def count_rows(cfg: TrainerOptions) -> int | None:
+    """Training rows, where they can be counted without loading data: JSON-lines files on this machine."""
+    text = cfg.prompt_data if isinstance(cfg, PPOConfig) else getattr(cfg, "dataset", None)
+    mixed = cfg.prompt_data_probs if isinstance(cfg, PPOConfig) else getattr(cfg, "dataset_probs", None)
+    if not text or mixed:
+        return None
+    cap = getattr(cfg, "max_samples", None) or 0
+    total = 0
+    for source in parse_sources(text):
+        path = Path(source.path).expanduser()
+        if path.suffix != ".jsonl" or not path.is_file():
+            return None
+        with path.open("rb") as lines:
+            total += min(cap, sum(1 for line in lines if line.strip()))
+    return min(cap, total)
+
+
+def _capped(cfg: TrainerOptions, steps: int) -> int:
+    """Global steps (in train_ppo_ray rollouts, elsewhere optimizer steps) up to max_steps."""
+    return steps if cfg.max_steps < 0 else min(steps, cfg.max_steps)
+
+
+def _warmup(cfg: TrainerOptions, total: int | None) -> int | None:
+    return None if total is None else math.ceil(total * cfg.lr_warmup_ratio)
