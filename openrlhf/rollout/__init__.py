@@ -1,0 +1,1 @@
+"""Rollouts: trajectories, agents, rewards, filtering, buffering, dumps and metrics. No Ray, no torch."""

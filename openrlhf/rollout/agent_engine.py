@@ -1,0 +1,281 @@
+"""The `llm_engine` and `sampling_params` that agent code gets, shaped like vLLM's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.rollout.errors import AgentError, EngineError, describe_exception
+from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
+from openrlhf.rollout.seeding import derive_seed
+from openrlhf.rollout.text import continuation_text
+
+
+@dataclass
+class AgentSamplingParams:
+    """Sampling options as agent code sees them: mutable, one copy per sample, named as in vLLM.
+
+    `logprobs` is 1 or None here. Attributes that are set besides the fields go to the engine as they are.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    min_tokens: int = 1
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool = False
+    include_stop_str_in_output: bool = False
+
+    @classmethod
+    def from_sampling(cls, sampling: SamplingParams) -> AgentSamplingParams:
+        """Makes a fresh mutable copy of our frozen options."""
+        values = {name: getattr(sampling, name) for name in SamplingParams.names()}
+        values["stop"], values["stop_token_ids"] = list(sampling.stop), list(sampling.stop_token_ids)
+        values["logprobs"] = 1 if sampling.logprobs else None
+        params = cls(**values)
+        for name, value in sampling.extra:
+            setattr(params, name, value)
+        return params
+
+    def clone(self) -> AgentSamplingParams:
+        """Returns an independent copy."""
+        return copy.deepcopy(self)
+
+
+def to_sampling(params: Any) -> SamplingParams:
+    """Reads our frozen options from an AgentSamplingParams, a vLLM SamplingParams, or a dict.
+
+    Raises:
+        AgentError: a value is out of range.
+    """
+    if isinstance(params, SamplingParams):
+        return params
+    names = SamplingParams.names()
+    given = _option_values(params)
+    values = {name: given[name] for name in names if name in given}
+    stop = values.get("stop") or ()
+    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    values["stop_token_ids"] = tuple(values.get("stop_token_ids") or ())
+    # vLLM counts alternatives: None = no log-probabilities, 0 and more = the sampled token's, and others.
+    values["logprobs"] = values.get("logprobs") is not None and values.get("logprobs") is not False
+    values["extra"] = tuple((name, value) for name, value in given.items() if name not in names)
+    try:
+        return SamplingParams(**values)
+    except (TypeError, ValueError) as error:
+        raise AgentError(f"the agent's sampling_params are not usable: {error}") from error
+
+
+def _option_values(params: Any) -> dict[str, Any]:
+    if isinstance(params, dict):
+        return dict(params)
+    struct_fields = getattr(type(params), "__struct_fields__", None)
+    if struct_fields is None:
+        return {name: value for name, value in vars(params).items() if not name.startswith("_")}
+    # A vLLM SamplingParams: what differs from its defaults was asked for, the rest is vLLM's own business.
+    default = type(params)()
+    values = {}
+    for name in struct_fields:
+        value = getattr(params, name)
+        if name in SamplingParams.names() or (not name.startswith("_") and value != getattr(default, name)):
+            values[name] = value
+    values.pop("output_kind", None)
+    return values
+
+
+@dataclass
+class Logprob:
+    """Log-probability of one token, as in vLLM's output."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion, as in vLLM's output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class RequestOutput:
+    """One answered request, as in vLLM's output."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class EngineCall:
+    """A record of one generation: what went in and what was sampled."""
+
+    prompt_token_ids: list[int]
+    result: GenerationResult
+
+
+class AgentEngine:
+    """The `llm_engine` of one episode. It records every call, so that sampled ids, log-probabilities and
+    weight versions need not pass through the agent's hands.
+
+    Attributes:
+        name: the sample, for messages.
+        calls: records of the generations so far.
+        prompt_text: text of the episode's prompt.
+        prompt_token_ids: its ids, cut to the prompt limit.
+        engine_error: the engine's exception if a call failed, to tell engine trouble from agent trouble.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        logprobs: bool,
+        seed: int | None = None,
+        prompt_text: str = "",
+        prompt_token_ids: Sequence[int] = (),
+        name: str = "sample",
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._logprobs = logprobs
+        self._seed = seed
+        self.name = name
+        self.prompt_text = prompt_text
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.calls: list[EngineCall] = []
+        self.engine_error: EngineError | None = None
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
+    ) -> RequestOutput:
+        """Continues `prompt_token_ids`; never past the episode's length limit.
+
+        With no room left the output has no tokens and finish_reason "length".
+
+        Raises:
+            AgentError: the arguments are unusable.
+            EngineError: the engine failed.
+        """
+        if multi_modal_data:
+            raise AgentError(f"{self.name}: multi_modal_data is not supported, only token ids")
+        try:
+            prompt = [int(token) for token in prompt_token_ids]
+        except (TypeError, ValueError) as error:
+            raise AgentError(
+                f"{self.name}: llm_engine.generate() wants a list of token ids first, got "
+                f"{type(prompt_token_ids).__name__} ({error})"
+            ) from error
+        sampling = to_sampling(sampling_params)
+        room = self._max_length - len(prompt)
+        if room <= 0:
+            return self._output(prompt, GenerationResult([], None, "length"), sampling)
+        limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        result = await self._call(prompt, self._prepared(sampling, limit))
+        self.calls.append(EngineCall(prompt, result))
+        return self._output(prompt, result, sampling)
+
+    def _prepared(self, sampling: SamplingParams, limit: int) -> SamplingParams:
+        values = {name: getattr(sampling, name) for name in SamplingParams.names()}
+        values["max_tokens"] = limit
+        values["min_tokens"] = min(sampling.min_tokens, limit)
+        values["logprobs"] = sampling.logprobs or self._logprobs
+        if sampling.seed is not None and sampling.seed == self._seed and self.calls:
+            # The same seed in every turn would tie the turns' random draws together.
+            values["seed"] = derive_seed(sampling.seed, len(self.calls))
+        return SamplingParams(**values, extra=sampling.extra)
+
+    async def _call(self, prompt: list[int], sampling: SamplingParams) -> GenerationResult:
+        try:
+            result = await self._engine.generate(prompt, sampling)
+            check_result(result, sampling, self.name)
+        except EngineError as error:
+            self.engine_error = error
+            raise
+        except Exception as error:
+            self.engine_error = EngineError(
+                f"{self.name}: the generation engine failed: {describe_exception(error)}"
+            )
+            raise self.engine_error from error
+        return result
+
+    def _output(self, prompt: list[int], result: GenerationResult, sampling: SamplingParams) -> RequestOutput:
+        ids = [int(token) for token in result.token_ids]
+        text = result.text
+        if text is None:
+            text = completion_text(self._tokenizer, prompt, result, sampling)
+        logprobs: list[dict[int, Logprob]] | None = None
+        total = None
+        if result.logprobs is not None:
+            logprobs = [
+                {token: Logprob(float(value))} for token, value in zip(ids, result.logprobs, strict=True)
+            ]
+            total = float(sum(result.logprobs))
+        completion = CompletionOutput(0, text, ids, total, logprobs, result.finish_reason, result.stop_reason)
+        return RequestOutput(f"{self.name} turn {len(self.calls)}", None, prompt, [completion])
+
+
+def completion_text(
+    tokenizer: Tokenizer, prompt: Sequence[int], result: GenerationResult, sampling: SamplingParams
+) -> str:
+    """Decodes a completion as vLLM does: without the stop token, and up to a matched stop string."""
+    ids = list(result.token_ids)
+    stops = {tokenizer.eos_token_id, *sampling.stop_token_ids}
+    if (
+        result.finish_reason == "stop"
+        and ids
+        and ids[-1] in stops
+        and not sampling.include_stop_str_in_output
+    ):
+        ids = ids[:-1]
+    text = continuation_text(tokenizer, prompt, ids, skip_special_tokens=sampling.skip_special_tokens)
+    if result.finish_reason == "stop":
+        found = [(text.find(stop), stop) for stop in sampling.stop if stop in text]
+        if found:
+            position, stop = min(found)
+            text = text[: position + len(stop)] if sampling.include_stop_str_in_output else text[:position]
+    return text
+
+
+def check_result(result: GenerationResult, sampling: SamplingParams, name: str) -> None:
+    """Checks that an engine kept its contract.
+
+    Raises:
+        EngineError: no tokens, log-probabilities missing or of another length, or versions of another length.
+    """
+    count = len(result.token_ids)
+    if count == 0:
+        raise EngineError(f"{name}: the engine returned no tokens (finish_reason {result.finish_reason!r})")
+    if sampling.logprobs and result.logprobs is None:
+        raise EngineError(f"{name}: log-probabilities were asked for, but the engine returned none")
+    if result.logprobs is not None and len(result.logprobs) != count:
+        raise EngineError(
+            f"{name}: the engine returned {len(result.logprobs)} log-probabilities for {count} tokens"
+        )
+    if not isinstance(result.weight_version, int) and len(result.weight_version) != count:
+        raise EngineError(
+            f"{name}: the engine returned {len(result.weight_version)} weight versions for {count} tokens"
+        )
+    if sampling.max_tokens is not None and count > sampling.max_tokens:
+        raise EngineError(f"{name}: the engine returned {count} tokens, max_tokens was {sampling.max_tokens}")

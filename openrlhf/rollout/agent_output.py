@@ -1,0 +1,239 @@
+"""From the dict that an agent's `execute` returns to a checked trajectory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from openrlhf.rollout.agent_engine import EngineCall
+from openrlhf.rollout.errors import AgentError
+from openrlhf.rollout.rewards.base import as_list, as_number
+from openrlhf.rollout.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_KEYS = (
+    'Return {"prompt", "label", "observation_tokens": [ids], "action_ranges": [(start, end)], '
+    '"rollout_log_probs": [floats] or None, "reward", "scores", "truncated", "extra_logs"}.'
+)
+
+
+def trajectory_from_agent_output(
+    output: Any,
+    *,
+    prompt_id: int,
+    group_id: int,
+    sample_index: int,
+    calls: Sequence[EngineCall] = (),
+    want_logprobs: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+    where: str = "the agent",
+) -> Trajectory:
+    """Checks the dict of an agent executor and turns it into a Trajectory.
+
+    Sampled ids are compared with what the engine returned in `calls`. From there come weight versions, and
+    log-probabilities that the agent did not hand back.
+
+    Args:
+        output: what `execute` returned.
+        calls: the episode's generations.
+        want_logprobs: training needs sampling log-probabilities.
+        metadata: facts to attach to the trajectory.
+        where: sample and executor, for messages.
+
+    Raises:
+        AgentError: a key is missing or a value breaks the contract.
+    """
+    if not isinstance(output, Mapping):
+        raise AgentError(f"{where} returned {type(output).__name__}, not a dict. {_KEYS}")
+    missing = [key for key in ("observation_tokens", "action_ranges") if output.get(key) is None]
+    if missing:
+        raise AgentError(
+            f"{where} returned a dict without {missing} (keys: {sorted(map(str, output))}). {_KEYS}"
+        )
+    ids = _token_ids(output["observation_tokens"], where)
+    ranges = _ranges(output["action_ranges"], len(ids), where)
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    for start, end in ranges:
+        mask[start:end] = True
+    sampled = _match_calls(ids, ranges, calls)
+    versions, unmatched = _versions(ids, ranges, sampled, calls)
+    if unmatched:
+        logger.warning(
+            "%s: %d of %d action ranges hold ids that the engine did not sample there; training on them "
+            "is off-policy. Append outputs[0].token_ids as they are, don't encode text again.",
+            where,
+            unmatched,
+            len(ranges),
+        )
+    logprobs = (
+        _logprobs(output.get("rollout_log_probs"), ids, ranges, mask, sampled, where)
+        if want_logprobs
+        else None
+    )
+    reward = _optional_number(output.get("reward"), "reward", where)
+    score = _optional_number(output.get("scores"), "scores", where)
+    truncated = output.get("truncated")
+    if truncated is None:  # executors of 0.9.x don't say: the last turn's finish reason does
+        truncated = bool(calls) and calls[-1].result.finish_reason == "length"
+    finish = "length" if _flag(truncated) else (calls[-1].result.finish_reason if calls else "stop")
+    facts = dict(metadata or {})
+    if unmatched:
+        facts["unsampled_action_ranges"] = unmatched
+    return Trajectory(
+        prompt_id=prompt_id,
+        group_id=group_id,
+        sample_index=sample_index,
+        token_ids=ids,
+        action_mask=mask,
+        logprobs=logprobs,
+        weight_version=versions,
+        reward=reward,
+        score=reward if score is None else score,
+        step_rewards=_step_rewards(output.get("step_rewards"), where),
+        finish_reason=finish,
+        truncated=_flag(truncated),
+        extra_logs=_extra_logs(output.get("extra_logs"), where),
+        metadata=facts,
+    )
+
+
+def _token_ids(value: Any, where: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+    ids = as_list(value)
+    for position, token in enumerate(ids):
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or token < 0:
+            raise AgentError(f"{where}: observation_tokens[{position}] is {token!r}, not a token id")
+    if not ids:
+        raise AgentError(f"{where}: observation_tokens is empty")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _ranges(value: Any, length: int, where: str) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    previous = 0
+    for pair in value:
+        try:
+            start, end = (int(bound) for bound in pair)
+        except (TypeError, ValueError) as error:
+            raise AgentError(f"{where}: action_ranges holds {pair!r}; each entry is (start, end)") from error
+        if not previous <= start <= end <= length:
+            raise AgentError(
+                f"{where}: action range ({start}, {end}) is outside the {length} tokens, reversed, or "
+                f"overlaps the one before (which ends at {previous}); ranges are (start, end), end not "
+                "included"
+            )
+        previous = end
+        if end > start:
+            ranges.append((start, end))
+    if not ranges:
+        raise AgentError(f"{where}: no action tokens; action_ranges must mark at least one sampled token")
+    return ranges
+
+
+def _match_calls(
+    ids: np.ndarray[Any, np.dtype[np.int32]], ranges: Sequence[tuple[int, int]], calls: Sequence[EngineCall]
+) -> list[EngineCall | None]:
+    """Finds for each action range the call that sampled exactly its ids, preferably at its position."""
+    by_ids: dict[tuple[int, ...], list[EngineCall]] = {}
+    for call in calls:
+        by_ids.setdefault(tuple(int(token) for token in call.result.token_ids), []).append(call)
+    matches: list[EngineCall | None] = []
+    for start, end in ranges:
+        candidates = by_ids.get(tuple(ids[start:end].tolist()), [])
+        here = [call for call in candidates if len(call.prompt_token_ids) == start]
+        found = here or candidates
+        matches.append(found[0] if found else None)
+    return matches
+
+
+def _versions(
+    ids: np.ndarray[Any, np.dtype[np.int32]],
+    ranges: Sequence[tuple[int, int]],
+    sampled: Sequence[EngineCall | None],
+    calls: Sequence[EngineCall],
+) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
+    """Weight version of each token, and the number of ranges that no call accounts for."""
+    versions = np.full(len(ids), -1, dtype=np.int32)
+    known = [int(np.min(call.result.weight_version)) for call in calls]
+    # An agent that samples by other means (a server of its own) leaves no record: nothing to compare with.
+    oldest = min(known) if known else 0
+    unmatched = 0
+    for (start, end), call in zip(ranges, sampled, strict=True):
+        versions[start:end] = oldest if call is None else call.result.weight_version
+        unmatched += call is None and bool(calls)
+    return versions, unmatched
+
+
+def _logprobs(
+    value: Any,
+    ids: np.ndarray[Any, np.dtype[np.int32]],
+    ranges: Sequence[tuple[int, int]],
+    mask: np.ndarray[Any, np.dtype[np.bool_]],
+    sampled: Sequence[EngineCall | None],
+    where: str,
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    logprobs = np.zeros(len(ids), dtype=np.float32)
+    if value is not None:
+        given = as_list(value)
+        if len(given) != len(ids):
+            raise AgentError(
+                f"{where}: rollout_log_probs has {len(given)} entries, observation_tokens has {len(ids)}; "
+                "give one per token, 0.0 on tokens that were not sampled"
+            )
+        for position in np.flatnonzero(mask):
+            number = as_number(given[position])
+            if number is None or not np.isfinite(number):
+                raise AgentError(
+                    f"{where}: rollout_log_probs[{position}] is {given[position]!r}, not a finite number"
+                )
+            logprobs[position] = number
+        return logprobs
+    for (start, end), call in zip(ranges, sampled, strict=True):
+        if call is None or call.result.logprobs is None:
+            raise AgentError(
+                f"{where}: rollout_log_probs is None, but training needs sampling log-probabilities, and "
+                f"the engine's record doesn't account for tokens {start} to {end}"
+            )
+        logprobs[start:end] = call.result.logprobs
+    return logprobs
+
+
+def _optional_number(value: Any, key: str, where: str) -> float | None:
+    if value is None:
+        return None
+    number = as_number(value)
+    if number is None or not np.isfinite(number):
+        raise AgentError(
+            f'{where}: "{key}" is {value!r}; it must be one finite number (float, array or tensor)'
+        )
+    return number
+
+
+def _flag(value: Any) -> bool:
+    return bool(as_list(value)[0])
+
+
+def _step_rewards(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple((int(position), float(number)) for position, number in value or ())
+    except (TypeError, ValueError) as error:
+        raise AgentError(f'{where}: "step_rewards" must be (position, value) pairs, got {value!r}') from error
+
+
+def _extra_logs(value: Any, where: str) -> dict[str, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise AgentError(
+            f'{where}: "extra_logs" is a {type(value).__name__}; return a dict of name to number'
+        )
+    logs = {}
+    for name, entry in value.items():
+        number = as_number(as_list(entry)[0]) if as_list(entry) else None
+        if number is None:
+            raise AgentError(f"{where}: extra_logs[{name!r}] is {entry!r}, not a number")
+        logs[str(name)] = number
+    return logs

@@ -1,0 +1,326 @@
+"""Base classes for agent files (`--agent_func_path`). Users import them from `openrlhf.utils.agent`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.rollout.errors import AgentError
+from openrlhf.rollout.rewards import RewardClient, RewardRequest, make_reward_source
+from openrlhf.rollout.rewards.base import as_list, as_number
+from openrlhf.rollout.text import end_of_sequence_ids, reward_text
+
+_STEP_KEYS = (
+    'Return {"rewards": number, "environment_feedback": text, "done": bool} and, if wanted, "scores", '
+    '"extra_logs", "sampling_params".'
+)
+
+
+class AgentExecutorBase(ABC):
+    """Runs one episode. Agent files define a subclass `AgentExecutor`, constructible without arguments."""
+
+    @abstractmethod
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Plays one episode; called with keyword arguments. Subclasses may leave out `images`.
+
+        Args:
+            prompt: prompt text, template applied.
+            label: raw value of the label column.
+            sampling_params: options named as in vLLM; a copy of this episode's own, free to change.
+            max_length: limit of all tokens of the episode.
+            hf_tokenizer: the tokenizer.
+            llm_engine: ``await llm_engine.generate(prompt_token_ids, sampling_params)`` returns an object
+                shaped like vLLM's RequestOutput.
+            images: None; there for executors that name it.
+
+        Returns:
+            A dict with "prompt", "label", "observation_tokens" (ids of the prompt and all turns),
+            "action_ranges" ((start, end) token positions that the policy sampled), "rollout_log_probs" (a
+            list as long as observation_tokens, or None), and optionally "reward", "scores", "truncated",
+            "extra_logs", and "step_rewards" ((position, value) pairs).
+        """
+
+
+class AgentInstanceBase(ABC):
+    """The environment of one episode, for `MultiTurnAgentExecutor`; every sample gets a new instance."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: B027 - subclasses may leave it out
+        """Called without arguments. An `async def __init__` is awaited."""
+
+    async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Starts the episode.
+
+        Args:
+            states: {"observation": prompt text, "label": label}.
+
+        Returns:
+            A dict with "observation": the text that the first turn sees.
+        """
+        return states
+
+    @abstractmethod
+    async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Answers one turn of the policy.
+
+        Args:
+            state_dict: "observation_text" (everything before this turn's action), "action_text", "label",
+                "sampling_params" (changes to it apply from the next turn on).
+
+        Returns:
+            A dict with "rewards" (number, array or tensor; summed over the turns), "environment_feedback"
+            (text appended to the context, never trained on), "done", and optionally "scores" (the last one
+            counts; default: sum of rewards), "extra_logs" (the last one counts), "sampling_params".
+        """
+
+
+@dataclass
+class _Episode:
+    """What a multi-turn episode has gathered so far."""
+
+    ids: list[int]
+    text: str
+    logprobs: list[float] | None
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    step_rewards: list[tuple[int, float]] = field(default_factory=list)
+    total_reward: float = 0.0
+    score: Any = None
+    extra_logs: Any = None
+    truncated: bool = False
+
+    def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        self.ids.extend(ids)
+        if self.logprobs is not None:
+            self.logprobs.extend([0.0] * len(ids) if logprobs is None else logprobs)
+
+
+class MultiTurnAgentExecutor(AgentExecutorBase):
+    """Alternates between the policy and an environment until the environment says done or the room is used
+    up.
+
+    Ids that the policy sampled stay as they are; only the environment's text is encoded. Each turn may have
+    `sampling_params.max_tokens` tokens (unset: whatever room is left), all turns together `max_length`.
+
+    Args:
+        agent_instance_cls: subclass of AgentInstanceBase, constructible without arguments.
+    """
+
+    def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
+        if not (inspect.isclass(agent_instance_cls) and issubclass(agent_instance_cls, AgentInstanceBase)):
+            raise TypeError(
+                "MultiTurnAgentExecutor needs a subclass of AgentInstanceBase (the class, not an "
+                f"instance), got {agent_instance_cls!r}"
+            )
+        self.agent_instance_cls = agent_instance_cls
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Plays one episode; see AgentExecutorBase.execute."""
+        where = f"{getattr(llm_engine, 'name', 'sample')}: {self.agent_instance_cls.__name__}"
+        agent = await self._new_instance()
+        text = await self._first_observation(agent, prompt, label, where)
+        ids = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        episode = _Episode(ids, text, [] if sampling_params.logprobs is not None else None)
+        if episode.logprobs is not None:
+            episode.logprobs.extend([0.0] * len(ids))
+        done = False
+        while not done:
+            room = max_length - len(episode.ids)
+            if room <= 0:
+                episode.truncated = True
+                break
+            action_text = await _sample_turn(episode, room, sampling_params, llm_engine)
+            state = {
+                "observation_text": episode.text,
+                "action_text": action_text,
+                "label": label,
+                "sampling_params": sampling_params,
+            }
+            result = _checked_step(await _maybe_await(agent.step(state)), where)
+            done = _take_step(episode, result, action_text, max_length, hf_tokenizer, where)
+            sampling_params = result.get("sampling_params") or sampling_params
+        return {
+            "prompt": prompt,
+            "label": label,
+            "reward": episode.total_reward,
+            "scores": episode.total_reward if episode.score is None else episode.score,
+            "observation_tokens": episode.ids,
+            "action_ranges": episode.ranges,
+            "rollout_log_probs": episode.logprobs,
+            "step_rewards": episode.step_rewards,
+            "truncated": episode.truncated,
+            "extra_logs": episode.extra_logs or {},
+        }
+
+    async def _new_instance(self) -> AgentInstanceBase:
+        cls = self.agent_instance_cls
+        initialiser: Any = getattr(cls, "__init__")  # noqa: B009 - typed as Any on purpose
+        if not inspect.iscoroutinefunction(initialiser):
+            return cls()
+        # Calling such a class raises TypeError, but files written for older releases have it.
+        instance = cls.__new__(cls)
+        await initialiser(instance)
+        return instance
+
+    async def _first_observation(self, agent: AgentInstanceBase, prompt: str, label: Any, where: str) -> str:
+        states = await _maybe_await(agent.reset({"observation": prompt, "label": label}))
+        if not isinstance(states, Mapping) or not isinstance(states.get("observation"), str):
+            got = (
+                f"a dict with {sorted(map(str, states))}"
+                if isinstance(states, Mapping)
+                else type(states).__name__
+            )
+            raise AgentError(f'{where}.reset() returned {got}; return a dict with "observation": text')
+        return states["observation"]
+
+
+class SingleTurnAgentExecutor(AgentExecutorBase):
+    """Samples one response and asks a reward source for its reward.
+
+    Args:
+        remote_rm_url: .py file or URLs as for `--remote_rm_url`; None leaves the reward to a reward model.
+    """
+
+    def __init__(self, remote_rm_url: str | Sequence[str] | None = None) -> None:
+        self.remote_rm_url = remote_rm_url
+        self._rewards = RewardClient(make_reward_source(remote_rm_url)) if remote_rm_url else None
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Plays one episode; see AgentExecutorBase.execute."""
+        ids = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        episode = _Episode(
+            list(ids), prompt, [0.0] * len(ids) if sampling_params.logprobs is not None else None
+        )
+        await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
+        output = {
+            "prompt": prompt,
+            "label": label,
+            "reward": None,
+            "scores": None,
+            "observation_tokens": episode.ids,
+            "action_ranges": episode.ranges,
+            "rollout_log_probs": episode.logprobs,
+            "truncated": episode.truncated,
+            "extra_logs": {},
+        }
+        if self._rewards is None:
+            return output
+        response = reward_text(
+            hf_tokenizer, ids, episode.ids[len(ids) :], eos_ids=end_of_sequence_ids(hf_tokenizer)
+        )
+        name = getattr(llm_engine, "name", "sample")
+        verdict = await self._rewards.score(RewardRequest(prompt + response, prompt, label, {}, name))
+        assert verdict is not None  # the policy of this client is to raise
+        output.update(reward=verdict.reward, scores=verdict.score, extra_logs=dict(verdict.extra_logs))
+        return output
+
+
+def _first_ids(
+    text: str, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
+) -> list[int]:
+    """Ids of the first observation, cut from the left so that there is room for an answer."""
+    known = getattr(llm_engine, "prompt_token_ids", None)
+    if known and text == prompt and prompt == getattr(llm_engine, "prompt_text", None):
+        return list(known)
+    ids = list(hf_tokenizer.encode(text, add_special_tokens=False))
+    limit = max(1, max_length - (sampling_params.max_tokens or 1))
+    return ids[-limit:]
+
+
+async def _sample_turn(episode: _Episode, room: int, sampling_params: Any, llm_engine: Any) -> str:
+    """Samples one turn into the episode and returns its text."""
+    params = copy.deepcopy(sampling_params)
+    params.max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+    output = (await llm_engine.generate(list(episode.ids), params)).outputs[0]
+    start = len(episode.ids)
+    logprobs = None
+    if episode.logprobs is not None and output.logprobs is not None:
+        logprobs = [
+            entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+    elif episode.logprobs is not None:
+        episode.logprobs = None  # the engine gives none; its records decide whether that is an error
+    episode.append(output.token_ids, logprobs)
+    episode.ranges.append((start, len(episode.ids)))
+    episode.truncated = output.finish_reason == "length"
+    return output.text
+
+
+def _checked_step(result: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(result, Mapping):
+        raise AgentError(f"{where}.step() returned {type(result).__name__}, not a dict. {_STEP_KEYS}")
+    missing = [key for key in ("rewards", "environment_feedback", "done") if key not in result]
+    if missing:
+        raise AgentError(
+            f"{where}.step() returned a dict without {missing} (keys: {sorted(map(str, result))}). "
+            f"{_STEP_KEYS}"
+        )
+    feedback = result["environment_feedback"]
+    if feedback is not None and not isinstance(feedback, str):
+        raise AgentError(
+            f'{where}.step() returned "environment_feedback" of type {type(feedback).__name__}; it must be '
+            "text"
+        )
+    return result
+
+
+def _take_step(
+    episode: _Episode,
+    result: Mapping[str, Any],
+    action_text: str,
+    max_length: int,
+    hf_tokenizer: Any,
+    where: str,
+) -> bool:
+    """Adds the environment's answer to the episode; returns whether the episode is over."""
+    reward = as_number(result["rewards"])
+    if reward is None or reward != reward or reward in (float("inf"), float("-inf")):
+        raise AgentError(
+            f'{where}.step() returned "rewards" = {result["rewards"]!r}; it must be one finite number'
+        )
+    episode.total_reward += reward
+    start, end = episode.ranges[-1]
+    if end > start:
+        episode.step_rewards.append((end - 1, reward))
+    episode.score = result["scores"] if result.get("scores") is not None else episode.total_reward
+    episode.extra_logs = result.get("extra_logs")
+    feedback = result["environment_feedback"] or ""
+    if feedback:
+        ids = list(hf_tokenizer.encode(feedback, add_special_tokens=False))
+        episode.append(ids[: max_length - len(episode.ids)])
+    episode.text += action_text + feedback
+    return bool(as_list(result["done"])[0])
+
+
+async def _maybe_await(value: Any) -> Any:
+    """Lets `reset` and `step` be plain functions, too."""
+    return await value if inspect.isawaitable(value) else value

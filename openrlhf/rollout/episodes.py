@@ -1,0 +1,370 @@
+"""Running the episodes of one prompt, single-turn or with an agent; a group's samples side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, check_result
+from openrlhf.rollout.agent_output import trajectory_from_agent_output
+from openrlhf.rollout.errors import (
+    AgentError,
+    EngineError,
+    EpisodeTimeout,
+    RolloutError,
+    describe_exception,
+    user_location,
+)
+from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult
+from openrlhf.rollout.rewards.client import RewardClient
+from openrlhf.rollout.seeding import derive_seed
+from openrlhf.rollout.text import continuation_text, end_of_sequence_ids, response_end, reward_text
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, within
+
+if TYPE_CHECKING:
+    from openrlhf.rollout.agents import AgentExecutorBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptItem:
+    """One prompt to roll out.
+
+    Attributes:
+        prompt_id: number of its data row.
+        group_id: id of the group that its samples form; unique among the groups trained together.
+        text: the prompt as the model sees it (template applied).
+        token_ids: ids of `text`.
+        label: raw value of the label column.
+        metadata: further columns, such as datasource.
+        epoch: pass over the data, part of the seeds of its samples.
+    """
+
+    prompt_id: int
+    group_id: int
+    text: str
+    token_ids: Sequence[int]
+    label: Any = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """What all episodes of a rollout have in common.
+
+    Attributes:
+        sampling: options for every sample; `max_tokens` limits one response, or one turn of an agent.
+        max_length: limit of prompt + everything after it, in tokens.
+        tokenizer: for the text that rewards and agents see.
+        eos_token_ids: every id that ends a sequence; None = the tokenizer's own.
+        rewards: where single-turn rewards come from; None leaves them to a reward model.
+        executor: agent that runs the episodes; None = single turn.
+        prompt_limit: longest prompt in tokens; None = what `max_length` leaves for one response.
+        on_long_prompt: "truncate" keeps the last `prompt_limit` tokens, "drop" gives an empty group. Both
+            count.
+        keep_eos_text: rewards see the text of the end-of-sequence token.
+        seed: seed of the run.
+        seed_samples: give each request a seed of its own; False = the engine's random state.
+        episode_timeout: seconds for one episode, reward included; None = no limit.
+        on_agent_failure: "raise" ends the rollout when agent code fails, "drop" leaves the sample out.
+            Counted.
+    """
+
+    sampling: SamplingParams
+    max_length: int
+    tokenizer: Tokenizer
+    eos_token_ids: frozenset[int] | None = None
+    rewards: RewardClient | None = None
+    executor: AgentExecutorBase | None = None
+    prompt_limit: int | None = None
+    on_long_prompt: str = "truncate"
+    keep_eos_text: bool = True
+    seed: int = 0
+    seed_samples: bool = True
+    episode_timeout: float | None = 1800.0
+    on_agent_failure: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.on_long_prompt not in ("truncate", "drop"):
+            raise ValueError(f"on_long_prompt must be truncate or drop, got {self.on_long_prompt!r}")
+        if self.on_agent_failure not in ("raise", "drop"):
+            raise ValueError(f"on_agent_failure must be raise or drop, got {self.on_agent_failure!r}")
+        if self.longest_prompt < 1:
+            raise ValueError(
+                f"max_length {self.max_length} leaves no room for a prompt (max_tokens "
+                f"{self.sampling.max_tokens}, prompt_limit {self.prompt_limit})"
+            )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Longest prompt that leaves room for a response (for one token where max_tokens is unset)."""
+        room = self.max_length - (self.sampling.max_tokens or 1)
+        return room if self.prompt_limit is None else min(self.prompt_limit, self.max_length - 1)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a sequence."""
+        return end_of_sequence_ids(self.tokenizer, self.eos_token_ids)
+
+
+@dataclass(frozen=True)
+class EpisodeFailure:
+    """A sample that was lost, and why.
+
+    Attributes:
+        kind: "agent", "timeout", "reward", "long_prompt" or "deadline".
+    """
+
+    prompt_id: int
+    sample_index: int
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """The finished samples of one prompt, in the order of their indices; lost ones are under `failures`."""
+
+    item: PromptItem
+    trajectories: tuple[Trajectory, ...]
+    failures: tuple[EpisodeFailure, ...] = ()
+    prompt_truncated: bool = False
+
+
+async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: EpisodeSpec) -> Group:
+    """Runs `n` episodes of one prompt side by side.
+
+    Every sample keeps its own prompt, label and index, whatever the order of completion.
+
+    Raises:
+        EngineError: the engine failed.
+        AgentError: agent code failed and `on_agent_failure` is "raise".
+        RewardError: no reward could be had and the reward client's policy is "stop".
+    """
+    fitted = item.token_ids
+    too_long = len(item.token_ids) > spec.longest_prompt
+    if not item.token_ids:
+        raise RolloutError(f"prompt {item.prompt_id} has no tokens; drop empty prompts from the data")
+    if too_long and spec.on_long_prompt == "drop":
+        message = (
+            f"prompt {item.prompt_id} has {len(item.token_ids)} tokens, the limit is {spec.longest_prompt}"
+        )
+        failures = tuple(EpisodeFailure(item.prompt_id, index, "long_prompt", message) for index in range(n))
+        return Group(item, (), failures)
+    if too_long:
+        fitted = item.token_ids[-spec.longest_prompt :]
+    fitted_item = replace(item, token_ids=list(fitted))
+    tasks = [asyncio.ensure_future(_guarded_episode(fitted_item, index, engine, spec)) for index in range(n)]
+    try:
+        outcomes = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return Group(
+        item,
+        tuple(outcome for outcome in outcomes if isinstance(outcome, Trajectory)),
+        tuple(outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure)),
+        prompt_truncated=too_long,
+    )
+
+
+def sample_name(item: PromptItem, index: int) -> str:
+    """Name of one sample in messages."""
+    return f"prompt {item.prompt_id} sample {index}"
+
+
+async def _guarded_episode(
+    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
+) -> Trajectory | EpisodeFailure:
+    """Runs one episode within its time limit and applies the failure policy."""
+    name = sample_name(item, index)
+    started = time.monotonic()
+    run = _single_turn_episode if spec.executor is None else _agent_episode
+    try:
+        return await within(run(item, index, engine, spec), spec.episode_timeout)
+    except DeadlinePassed as error:
+        what = "the episode" if spec.executor is None else f"agent {type(spec.executor).__name__}"
+        message = f"{name}: {what} did not end within {spec.episode_timeout:g} s"
+        failure, kind, cause = EpisodeTimeout(message), "timeout", error
+        if spec.on_agent_failure == "raise" or spec.executor is None:
+            raise failure from cause
+    except AgentError as error:
+        if spec.on_agent_failure == "raise":
+            raise
+        message, kind = str(error), "agent"
+    logger.warning("sample lost after %.1f s: %s", time.monotonic() - started, message)
+    return EpisodeFailure(item.prompt_id, index, kind, message)
+
+
+def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:
+    seed = (
+        derive_seed(spec.seed, item.epoch, item.prompt_id, index) if spec.seed_samples else spec.sampling.seed
+    )
+    # The engine may know fewer end-of-sequence ids than the model has.
+    own = spec.tokenizer.eos_token_id
+    stops = spec.sampling.stop_token_ids
+    if not spec.sampling.ignore_eos:
+        stops = tuple(dict.fromkeys((*stops, *sorted(spec.eos_ids - {own}))))
+    return replace(spec.sampling, seed=seed, stop_token_ids=stops)
+
+
+async def _single_turn_episode(
+    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
+) -> Trajectory | EpisodeFailure:
+    name = sample_name(item, index)
+    prompt = list(item.token_ids)
+    sampling = _sample_sampling(item, index, spec)
+    room = spec.max_length - len(prompt)
+    limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+    sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
+    started = time.monotonic()
+    try:
+        result = await engine.generate(prompt, sampling)
+    except RolloutError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{name}: the generation engine failed: {describe_exception(error)}") from error
+    check_result(result, sampling, name)
+    generated = time.monotonic()
+    trajectory = _single_turn_trajectory(item, index, result, sampling, spec)
+    timings = {"generation": generated - started}
+    if spec.rewards is None:
+        return replace(trajectory, timings=timings)
+    verdict = await spec.rewards.score(_reward_request(trajectory, item, name))
+    timings["reward"] = time.monotonic() - generated
+    if verdict is None:
+        return EpisodeFailure(item.prompt_id, index, "reward", spec.rewards.last_error or "no reward")
+    return _with_reward(replace(trajectory, timings=timings), verdict)
+
+
+def _single_turn_trajectory(
+    item: PromptItem, index: int, result: GenerationResult, sampling: SamplingParams, spec: EpisodeSpec
+) -> Trajectory:
+    response = [int(token) for token in result.token_ids]
+    stops = spec.eos_ids | set(sampling.stop_token_ids)
+    end = response_end(response, result.finish_reason, stops, sampling.ignore_eos)
+    start, total = len(item.token_ids), len(item.token_ids) + len(response)
+    mask = np.zeros(total, dtype=np.bool_)
+    mask[start : start + end.length] = True
+    versions = np.full(total, -1, dtype=np.int32)
+    versions[start:] = result.weight_version
+    logprobs = None
+    if sampling.logprobs and result.logprobs is not None:
+        logprobs = np.zeros(total, dtype=np.float32)
+        logprobs[start:] = result.logprobs
+        logprobs[~mask] = 0.0
+    versions[~mask] = -1
+    text = reward_text(
+        spec.tokenizer,
+        item.token_ids,
+        response[: end.length],
+        eos_ids=spec.eos_ids,
+        keep_eos=spec.keep_eos_text,
+    )
+    return Trajectory(
+        prompt_id=item.prompt_id,
+        group_id=item.group_id,
+        sample_index=index,
+        token_ids=np.asarray([*item.token_ids, *response], dtype=np.int32),
+        action_mask=mask,
+        logprobs=logprobs,
+        weight_version=versions,
+        finish_reason=end.finish_reason,
+        truncated=end.truncated,
+        metadata={**item.metadata, "prompt": item.text, "label": item.label, "response": text},
+    )
+
+
+def _reward_request(trajectory: Trajectory, item: PromptItem, name: str) -> RewardRequest:
+    metadata = {
+        **item.metadata,
+        "response": trajectory.metadata["response"],
+        "prompt_id": item.prompt_id,
+        "sample_index": trajectory.sample_index,
+        "truncated": trajectory.truncated,
+        "response_length": trajectory.response_length,
+    }
+    return RewardRequest(item.text + trajectory.metadata["response"], item.text, item.label, metadata, name)
+
+
+def _with_reward(trajectory: Trajectory, verdict: RewardResult) -> Trajectory:
+    return replace(
+        trajectory, reward=verdict.reward, score=verdict.score, extra_logs=dict(verdict.extra_logs)
+    )
+
+
+async def _agent_episode(
+    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
+) -> Trajectory:
+    executor = spec.executor
+    assert executor is not None
+    name = sample_name(item, index)
+    sampling = _sample_sampling(item, index, spec)
+    agent_engine = AgentEngine(
+        engine,
+        spec.tokenizer,
+        max_length=spec.max_length,
+        logprobs=spec.sampling.logprobs,
+        seed=sampling.seed,
+        prompt_text=item.text,
+        prompt_token_ids=item.token_ids,
+        name=name,
+    )
+    arguments: dict[str, Any] = {
+        "prompt": item.text,
+        "label": item.label,
+        "sampling_params": AgentSamplingParams.from_sampling(sampling),
+        "max_length": spec.max_length,
+        "hf_tokenizer": spec.tokenizer,
+        "llm_engine": agent_engine,
+    }
+    # Executors written for 0.9.x don't know this argument, those for 0.11.x may insist on it.
+    if accepts_keyword(executor.execute, "images"):
+        arguments["images"] = None
+    started = time.monotonic()
+    try:
+        output = await executor.execute(**arguments)
+        trajectory = trajectory_from_agent_output(
+            output,
+            prompt_id=item.prompt_id,
+            group_id=item.group_id,
+            sample_index=index,
+            calls=agent_engine.calls,
+            want_logprobs=spec.sampling.logprobs,
+            metadata={**item.metadata, "prompt": item.text, "label": item.label},
+            where=f"{name}: {type(executor).__name__}.execute()",
+        )
+    except RolloutError:
+        if agent_engine.engine_error is not None:
+            raise agent_engine.engine_error from None
+        raise
+    except Exception as error:
+        if agent_engine.engine_error is not None:
+            raise agent_engine.engine_error from error
+        place = user_location(error, _source_file(executor))
+        raise AgentError(
+            f"{name}: {type(executor).__name__}.execute() raised {describe_exception(error)} at {place}"
+        ) from error
+    ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
+    response = continuation_text(spec.tokenizer, ids[:start], ids[start:])
+    timings = {"episode": time.monotonic() - started}
+    return replace(trajectory, timings=timings, metadata={**trajectory.metadata, "response": response})
+
+
+def _source_file(executor: AgentExecutorBase) -> str | None:
+    """The file that defines an executor's class, where there is one."""
+    try:
+        return inspect.getsourcefile(type(executor))
+    except TypeError:
+        return None

@@ -1,0 +1,162 @@
+"""Collects single requests into batches, applies the failure policy, and keeps the counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from openrlhf.rollout.errors import RewardError
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, RewardSource
+
+FAILURE_POLICIES = ("stop", "drop", "zero")
+
+
+class RewardClient:
+    """One reward source for many concurrent episodes.
+
+    All samples that are ready at the same moment go out together, up to `batch_size` a call; while
+    `max_concurrency` calls are running, further samples gather for the next one.
+
+    Args:
+        source: where rewards come from.
+        on_failure: what a final failure does: "stop" raises, "drop" leaves the sample out (`score` returns
+            None), "zero" gives reward and score 0.0 and the extra log ``reward_failed`` = 1. All are counted.
+        batch_size: samples in one call of the source.
+        max_concurrency: calls of the source at the same time.
+    """
+
+    def __init__(
+        self,
+        source: RewardSource,
+        *,
+        on_failure: str = "stop",
+        batch_size: int = 16,
+        max_concurrency: int = 16,
+    ) -> None:
+        if on_failure not in FAILURE_POLICIES:
+            raise ValueError(f"reward_on_failure must be one of {FAILURE_POLICIES}, got {on_failure!r}")
+        if batch_size < 1 or max_concurrency < 1:
+            raise ValueError(
+                f"batch_size {batch_size} and max_concurrency {max_concurrency} must be at least 1"
+            )
+        self._source = source
+        self._on_failure = on_failure
+        self._batch_size = batch_size
+        self._max_concurrency = max_concurrency
+        self._waiting: deque[tuple[RewardRequest, asyncio.Future[RewardResult | None]]] = deque()
+        self._running: set[asyncio.Task[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._latencies: list[float] = []
+        self._retries_reported = 0
+        self.last_error: str | None = None
+
+    async def score(self, request: RewardRequest) -> RewardResult | None:
+        """Returns the result for one sample, or None where it failed and the policy is "drop".
+
+        Raises:
+            RewardError: it failed and the policy is "stop".
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[RewardResult | None] = loop.create_future()
+        self._waiting.append((request, future))
+        # Not at once: what else becomes ready in this turn of the loop joins the same call.
+        loop.call_soon(self._start_calls)
+        return await future
+
+    async def close(self) -> None:
+        """Cancels what is running and closes the source."""
+        for task in list(self._running):
+            task.cancel()
+        await self._source.close()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns counts and latencies since the last call, and starts anew."""
+        retries = int(getattr(self._source, "retries", 0))
+        metrics = {
+            "reward/samples": float(self._counts["samples"]),
+            "reward/calls": float(self._counts["calls"]),
+            "reward/failures": float(self._counts["failures"]),
+            "reward/dropped": float(self._counts["dropped"]),
+            "reward/zeroed": float(self._counts["zeroed"]),
+            "reward/retries": float(retries - self._retries_reported),
+        }
+        if self._latencies:
+            metrics["reward/latency_mean"] = sum(self._latencies) / len(self._latencies)
+            metrics["reward/latency_max"] = max(self._latencies)
+        self._retries_reported = retries
+        self._counts.clear()
+        self._latencies.clear()
+        return metrics
+
+    def _start_calls(self) -> None:
+        while self._waiting and len(self._running) < self._max_concurrency:
+            batch: list[tuple[RewardRequest, asyncio.Future[RewardResult | None]]] = []
+            while self._waiting and len(batch) < self._batch_size:
+                entry = self._waiting.popleft()
+                if not entry[1].done():  # its episode may have been cancelled
+                    batch.append(entry)
+            if batch:
+                task = asyncio.get_running_loop().create_task(self._run(batch))
+                self._running.add(task)
+                task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._start_calls()
+
+    async def _run(self, batch: Sequence[tuple[RewardRequest, asyncio.Future[RewardResult | None]]]) -> None:
+        try:
+            outcomes = await self._outcomes([request for request, _ in batch])
+        except BaseException as error:
+            for _, future in batch:
+                if not future.done():
+                    # Cancelled callers have gone; anybody else must not wait for ever.
+                    future.set_exception(
+                        error if isinstance(error, Exception) else RewardError("reward client closed")
+                    )
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, future), outcome in zip(batch, outcomes, strict=True):
+            if future.done():
+                continue
+            if isinstance(outcome, RewardError):
+                self._fail(future, outcome)
+            else:
+                future.set_result(outcome)
+
+    async def _outcomes(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardError]:
+        started = time.monotonic()
+        self._counts["calls"] += 1
+        self._counts["samples"] += len(requests)
+        try:
+            results = await self._source.score(requests)
+        except RewardError as error:
+            if len(requests) == 1 or not error.isolatable or self._on_failure == "stop":
+                return [error] * len(requests)
+            # One bad sample must not cost the others of its batch their rewards.
+            self._counts["samples"] -= len(requests)
+            singles = [await self._outcomes([request]) for request in requests]
+            return [outcome for single in singles for outcome in single]
+        finally:
+            self._latencies.append(time.monotonic() - started)
+        if len(results) != len(requests):
+            name = type(self._source).__name__
+            return [
+                RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")
+            ] * len(requests)
+        return list(results)
+
+    def _fail(self, future: asyncio.Future[RewardResult | None], error: RewardError) -> None:
+        self._counts["failures"] += 1
+        self.last_error = str(error)
+        if self._on_failure == "stop":
+            future.set_exception(error)
+        elif self._on_failure == "drop":
+            self._counts["dropped"] += 1
+            future.set_result(None)
+        else:
+            self._counts["zeroed"] += 1
+            future.set_result(RewardResult(0.0, 0.0, {"reward_failed": 1.0}))

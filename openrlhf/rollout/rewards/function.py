@@ -1,0 +1,151 @@
+"""Rewards from a Python function in a user's file."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openrlhf.rollout.errors import RewardError, describe_exception, user_location
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply
+from openrlhf.rollout.usercode import (
+    DeadlinePassed,
+    accepts_keyword,
+    gather_all,
+    load_user_module,
+    run_in_thread,
+    within,
+)
+
+logger = logging.getLogger(__name__)
+
+_CONTRACT = (
+    "Define `def reward_func(queries, prompts, labels, **kwargs)` that returns "
+    '{"rewards": [one number per query], "scores": [...], "extra_logs": {...}}.'
+)
+
+
+class FunctionReward:
+    """Scores samples with `reward_func(queries, prompts, labels)`, sync (in a thread) or async.
+
+    A whole batch goes into one call. A function written for one sample per call is noticed by its single
+    value for several samples; from then on it gets one sample per call. It must be thread-safe: several
+    calls run at the same time.
+
+    Args:
+        function: the function.
+        path: the file it came from, for messages.
+        timeout: seconds that one call may take.
+        max_concurrency: calls that may run at the same time.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        path: str | None = None,
+        *,
+        timeout: float = 600.0,
+        max_concurrency: int = 16,
+    ) -> None:
+        self._function = function
+        self._path = path
+        self._timeout = timeout
+        self._max_concurrency = max_concurrency
+        self._slots: asyncio.Semaphore | None = None
+        self._one_by_one = False
+        self._wants_metadata = accepts_keyword(function, "metadata")
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+        )
+        name = getattr(function, "__name__", type(function).__name__)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        place = (
+            f"{path or code.co_filename}:{code.co_firstlineno}" if code is not None else path or "<function>"
+        )
+        self._where = f"{place} {name}()"
+
+    @classmethod
+    def from_file(cls, path: str, name: str = "reward_func", **options: Any) -> FunctionReward:
+        """Loads function `name` from the .py file at `path`.
+
+        Raises:
+            RewardError: the file is missing or fails to import, or has no such function with three
+                parameters.
+        """
+        module = load_user_module(path, "reward_func", RewardError)
+        function = getattr(module, name, None)
+        if function is None:
+            raise RewardError(f"{path} defines no function {name!r}. {_CONTRACT}")
+        if not callable(function):
+            raise RewardError(f"{path}: {name} is a {type(function).__name__}, not a function. {_CONTRACT}")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            signature = None  # a builtin without a signature: calling it will tell
+        if signature is not None:
+            try:
+                signature.bind([], [], [])
+            except TypeError as error:
+                raise RewardError(
+                    f"{path}: {name}{signature} can't be called with (queries, prompts, labels): {error}. "
+                    f"{_CONTRACT}"
+                ) from error
+        return cls(function, path, **options)
+
+    async def score(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
+        """Returns one result for each request, in order.
+
+        Raises:
+            RewardError: the function raised, timed out, or returned something unusable.
+        """
+        if not batch:
+            return []
+        if not self._one_by_one:
+            try:
+                return await self._call(batch)
+            except SingleValueReply:
+                self._one_by_one = True
+                logger.warning(
+                    "%s returned one value for %d samples: it gets one sample per call from now on. "
+                    "Return one number per query to score whole batches at once.",
+                    self._where,
+                    len(batch),
+                )
+        parts = await gather_all([self._call([request]) for request in batch])
+        return [part[0] for part in parts]
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    async def _call(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
+        if self._slots is None:
+            self._slots = asyncio.Semaphore(self._max_concurrency)
+        arguments = (
+            [request.query for request in batch],
+            [request.prompt for request in batch],
+            [request.label for request in batch],
+        )
+        keywords = {"metadata": [dict(request.metadata) for request in batch]} if self._wants_metadata else {}
+        names = batch[0].sample + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
+        async with self._slots:
+            if self._is_async:
+                call = self._function(*arguments, **keywords)
+            else:
+                call = run_in_thread(self._function, *arguments, **keywords)
+            try:
+                reply = await within(call, self._timeout)
+                if inspect.isawaitable(reply):  # a plain function that returns a coroutine
+                    reply = await within(reply, self._timeout)
+            except DeadlinePassed as error:
+                raise RewardError(
+                    f"{self._where} did not return within {self._timeout:g} s for {names}.", isolatable=False
+                ) from error
+            except Exception as error:
+                raise RewardError(
+                    f"{self._where} raised {describe_exception(error)} at "
+                    f"{user_location(error, self._path)} for {names}.",
+                    isolatable=True,
+                ) from error
+        return parse_reply(reply, batch, self._where)

@@ -1,0 +1,253 @@
+"""Rewards from HTTP servers, with retries, several servers and bounded connections.
+
+Protocol: ``POST`` to the URL exactly as given, JSON body ``{"query": [...], "prompts": [...], "labels":
+[...]}``, JSON reply ``{"rewards": ..., "scores": ..., "extra_logs": {...}}`` with one number for each query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import tenacity
+
+from openrlhf.rollout.errors import RewardError, describe_exception
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply
+from openrlhf.rollout.usercode import gather_all
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
+# Client errors that mean "later", not "never".
+_RETRYABLE_CLIENT_ERRORS = (408, 425, 429)
+_BODY_LIMIT = 500
+
+
+@dataclass(frozen=True)
+class HTTPOptions:
+    """How reward servers are called.
+
+    Attributes:
+        batch_size: samples in one request.
+        max_connections: open connections over all servers, so also requests at the same time.
+        timeout: seconds for one try.
+        max_tries: tries for one request, the first included; with the waits below 8 tries outlast a server
+            that is down for a minute.
+        first_wait: seconds before the second try; doubled each time.
+        max_wait: limit of that wait in seconds.
+        jitter: random seconds added to each wait, so that clients don't come back all at once.
+    """
+
+    batch_size: int = 16
+    max_connections: int = 64
+    timeout: float = 180.0
+    max_tries: int = 8
+    first_wait: float = 1.0
+    max_wait: float = 30.0
+    jitter: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "max_connections", "timeout", "max_tries"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"reward server option {name} must be positive, got {getattr(self, name)}")
+
+
+class _TryFailed(Exception):
+    """One try failed in a way that may pass."""
+
+
+@dataclass
+class _Server:
+    url: str
+    in_flight: int = 0
+    sent: int = 0
+    failures_in_a_row: int = 0
+    resting_until: float = 0.0
+
+
+class HTTPReward:
+    """Scores samples with one or several reward servers.
+
+    Each request goes to the least-loaded server that is not resting after a failure; a retry may go to
+    another one. Retried are 5xx, 408, 425, 429, connection errors, time-outs and bodies that are not JSON.
+    Any other 4xx, and JSON of the wrong shape, fails at once.
+
+    If the environment variable OPENRLHF_REWARD_TOKEN is set, it is sent as bearer token.
+    """
+
+    def __init__(self, urls: Sequence[str], options: HTTPOptions | None = None) -> None:
+        if isinstance(urls, str):
+            urls = [urls]
+        wrong = [url for url in urls if not url.startswith(("http://", "https://"))]
+        if wrong or not urls:
+            raise RewardError(
+                f"reward URLs must start with http:// or https://, got {wrong or 'an empty list'}"
+            )
+        self.options = options or HTTPOptions()
+        self.retries = 0
+        self._servers = [_Server(url) for url in urls]
+        self._session: aiohttp.ClientSession | None = None
+        self._slots: asyncio.Semaphore | None = None
+        self._one_by_one = False
+
+    async def score(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
+        """Returns one result for each request, in order; sends nothing for an empty batch.
+
+        Raises:
+            RewardError: a server refused, replied nonsense, or none answered after all tries.
+        """
+        if not batch:
+            return []
+        size = 1 if self._one_by_one else self.options.batch_size
+        chunks = [batch[start : start + size] for start in range(0, len(batch), size)]
+        parts = await gather_all([self._score_chunk(chunk) for chunk in chunks])
+        return [result for part in parts for result in part]
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _score_chunk(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
+        url, reply = await self._post_with_retries(chunk)
+        try:
+            return parse_reply(reply, chunk, f"reward server {url}")
+        except SingleValueReply:
+            if not self._one_by_one:
+                self._one_by_one = True
+                logger.warning(
+                    "reward server %s returned one value for %d samples: it gets one sample per request "
+                    "from now on. Return one number per query to score batches.",
+                    url,
+                    len(chunk),
+                )
+        parts = await gather_all([self._score_chunk([request]) for request in chunk])
+        return [part[0] for part in parts]
+
+    async def _post_with_retries(self, chunk: Sequence[RewardRequest]) -> tuple[str, Any]:
+        body = _encode(chunk)
+        options = self.options
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_TryFailed),
+            stop=tenacity.stop_after_attempt(options.max_tries),
+            wait=tenacity.wait_exponential_jitter(
+                options.first_wait, options.max_wait, jitter=options.jitter
+            ),
+            before_sleep=self._count_retry,
+            reraise=True,
+        )
+        names = chunk[0].sample + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else "")
+        try:
+            return await retrying(self._post_once, body, names)
+        except _TryFailed as error:
+            raise RewardError(
+                f"no reward for {names} after {options.max_tries} tries; the last: {error}. Is the server "
+                "up and reachable from this node? Servers: "
+                f"{', '.join(server.url for server in self._servers)}"
+            ) from error
+
+    def _count_retry(self, state: tenacity.RetryCallState) -> None:
+        self.retries += 1
+        error = state.outcome.exception() if state.outcome is not None else None
+        wait = state.next_action.sleep if state.next_action is not None else 0.0
+        logger.warning(
+            "try %d of a reward request failed (%s); next in %.1f s", state.attempt_number, error, wait
+        )
+
+    async def _post_once(self, body: bytes, names: str) -> tuple[str, Any]:
+        session, slots = self._connection()
+        async with slots:
+            server = self._choose_server()
+            server.in_flight += 1
+            server.sent += 1
+            try:
+                async with session.post(server.url, data=body, headers=_headers()) as response:
+                    text = await response.text(errors="replace")
+                    return server.url, self._read(server, response.status, text, names)
+            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+                self._rest(server)
+                late = isinstance(error, asyncio.TimeoutError)
+                what = f"no answer within {self.options.timeout:g} s" if late else describe_exception(error)
+                raise _TryFailed(f"{server.url}: {what}") from error
+            finally:
+                server.in_flight -= 1
+
+    def _read(self, server: _Server, status: int, text: str, names: str) -> Any:
+        if 400 <= status < 500 and status not in _RETRYABLE_CLIENT_ERRORS:
+            raise RewardError(
+                f"reward server {server.url} refused the request for {names} with status {status}: "
+                f"{text[:_BODY_LIMIT]!r}",
+                isolatable=status in (400, 413, 422),
+            )
+        if not 200 <= status < 300:
+            self._rest(server)
+            raise _TryFailed(f"{server.url}: status {status}: {text[:_BODY_LIMIT]!r}")
+        try:
+            reply = json.loads(text)
+        except ValueError as error:
+            self._rest(server)
+            raise _TryFailed(f"{server.url}: the reply is not JSON: {text[:_BODY_LIMIT]!r}") from error
+        server.failures_in_a_row = 0
+        server.resting_until = 0.0
+        return reply
+
+    def _choose_server(self) -> _Server:
+        now = time.monotonic()
+        healthy = [server for server in self._servers if server.resting_until <= now]
+        if healthy:
+            return min(healthy, key=lambda server: (server.in_flight, server.sent))
+        return min(self._servers, key=lambda server: server.resting_until)
+
+    def _rest(self, server: _Server) -> None:
+        """Keeps a failing server out of the choice, for longer with each failure in a row."""
+        wait = min(self.options.first_wait * 2.0**server.failures_in_a_row, self.options.max_wait)
+        server.failures_in_a_row += 1
+        server.resting_until = time.monotonic() + wait
+
+    def _connection(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
+        if self._session is None or self._session.closed or self._slots is None:
+            limit = self.options.max_connections
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=limit),
+                timeout=aiohttp.ClientTimeout(total=self.options.timeout),
+            )
+            self._slots = asyncio.Semaphore(limit)
+        return self._session, self._slots
+
+
+def _headers() -> dict[str, str]:
+    headers = {"Content-Type": "application/json"}
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
+
+
+def _encode(chunk: Sequence[RewardRequest]) -> bytes:
+    payload = {
+        "query": [request.query for request in chunk],
+        "prompts": [request.prompt for request in chunk],
+        "labels": [request.label for request in chunk],
+    }
+    try:
+        return json.dumps(payload, default=_plain).encode("utf-8")
+    except TypeError as error:
+        kinds = sorted({type(request.label).__name__ for request in chunk})
+        raise RewardError(
+            f"the labels of {chunk[0].sample} can't be sent as JSON ({error}); types: {kinds}"
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """Turns NumPy and tensor labels into plain JSON values."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} has no JSON form")

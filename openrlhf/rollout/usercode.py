@@ -1,0 +1,134 @@
+"""Loading and running the Python files that users plug in."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+from openrlhf.rollout.errors import RolloutError, describe_exception, user_location
+
+T = TypeVar("T")
+
+
+class DeadlinePassed(Exception):
+    """What was waited for did not come in time. Not TimeoutError, which user code may raise itself."""
+
+
+def load_user_module(path: str, module_name: str, error_type: type[RolloutError]) -> ModuleType:
+    """Runs the Python file at `path` as module `module_name`.
+
+    The module is put into `sys.modules`, so that dataclasses and pickling work in it; a second file of the
+    same module name replaces the first.
+
+    Raises:
+        error_type: no such file, not a .py file, or running it raised (file and line are named).
+    """
+    full_path = os.path.abspath(os.path.expanduser(path))
+    if not full_path.endswith(".py"):
+        raise error_type(f"{path}: the file name must end in .py")
+    if not os.path.isfile(full_path):
+        raise error_type(
+            f"{path}: no such file (looked at {full_path}). The path must exist on every node that runs an "
+            "engine."
+        )
+    spec = importlib.util.spec_from_file_location(module_name, full_path)
+    if spec is None or spec.loader is None:
+        raise error_type(f"{path}: Python can't load this file as a module")
+    module = importlib.util.module_from_spec(spec)
+    previous = sys.modules.get(module_name)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        if previous is None:
+            sys.modules.pop(module_name, None)
+        else:
+            sys.modules[module_name] = previous
+        line = error.lineno if isinstance(error, SyntaxError) else None
+        place = f"{full_path}:{line}" if line is not None else user_location(error, full_path)
+        raise error_type(f"{path} can't be imported: {describe_exception(error)} (at {place})") from error
+    return module
+
+
+def accepts_keyword(function: Callable[..., Any], name: str) -> bool:
+    """Tells whether `function` can be called with the keyword `name` (its own parameter or ``**kwargs``)."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    parameter = parameters.get(name)
+    return parameter is not None and parameter.kind in (
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+
+
+async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a blocking function in a thread of its own and returns its result.
+
+    The thread is a daemon: one that hangs in user code can be given up (the caller's time-out) without
+    keeping the process from ending. A pool of worker threads would be joined at exit.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def target() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = (function(*args, **kwargs), None)
+        except StopIteration as error:  # a future refuses StopIteration
+            wrapped = RuntimeError("user code raised StopIteration")
+            wrapped.__cause__ = error
+            outcome = (None, wrapped)
+        except BaseException as error:  # handed to the awaiting task as it is
+            outcome = (None, error)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(
+        target=target, daemon=True, name=f"user-code-{getattr(function, '__name__', 'call')}"
+    ).start()
+    return await future
+
+
+async def within(awaitable: Awaitable[T], seconds: float | None) -> T:
+    """Awaits with a deadline, and does not wait for what ignores its cancellation.
+
+    Raises:
+        DeadlinePassed: no result after `seconds` (None = no limit).
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise DeadlinePassed
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def gather_all(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """Like asyncio.gather, but lets every call end before the first error is raised: none is left running."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    values = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        values.append(result)
+    return values
