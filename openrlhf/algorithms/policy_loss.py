@@ -277,7 +277,8 @@ def sapo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     """
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.exp()
-    tau = torch.where(inputs.advantages > 0, settings.sapo_tau_positive, settings.sapo_tau_negative)
+    negative = torch.full_like(ratio, settings.sapo_tau_negative)
+    tau = torch.where(inputs.advantages > 0, settings.sapo_tau_positive, negative)
     loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1)) * inputs.advantages
     outside = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
     return loss, {"ratio": ratio, "ppo_clip_ratio": outside.float(), "ppo_kl": -log_ratio}

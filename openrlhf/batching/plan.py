@@ -132,7 +132,7 @@ def _check_limits(
             longest = max(lengths)
             raise OversizedSequenceError(
                 f"{len(over)} sequence(s) are longer than the {max_tokens} tokens that one micro-batch "
-                f"may hold: indices {over[:20]}, longest {longest}. Raise the token limit to at least {longest} "
+                f"may hold: indices {over[:20]}, longest {longest}. Raise the token limit to that "
                 f"(--train_max_tokens_per_gpu / --rollout_max_tokens_per_gpu) or lower --max_len"
             )
 
