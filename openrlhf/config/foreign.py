@@ -85,8 +85,6 @@ _SLIME = {
     "dynamic_sampling_filter_path": "--dynamic_filtering with --dynamic_filtering_reward_range LOW HIGH",
     "rollout_max_response_len": "--max_new_tokens {}",
     "rollout_max_prompt_len": "--prompt_max_len {}",
-    "rollout_temperature": "--temperature {}",
-    "rollout_top_p": "--top_p {}",
     "rollout_top_k": "--top_k {}",
     "global_batch_size": "--train_batch_size {}",
     "micro_batch_size": "--micro_train_batch_size {}",

@@ -112,11 +112,19 @@ LIMITS: dict[str, Limit] = {
 MAY_BE_INFINITE = {"max_ckpt_mem"}
 
 
+# Flags that take another flag's value if not given: told only once, for that other flag.
+FOLLOWS = {
+    "rollout_max_tokens_per_gpu": "train_max_tokens_per_gpu",
+    "vllm_generate_batch_size": "rollout_batch_size",
+    "max_new_tokens": "generate_max_len",
+}
+
+
 def check_limits(cfg: Any) -> Iterator[Violation]:
     """The numbers out of range, the pairs the wrong way round, and unknown schedules."""
     for flag, limit in LIMITS.items():
         value = getattr(cfg, flag, None)
-        if value is None:
+        if value is None or _follows(cfg, flag, value):
             continue
         numbers = value if isinstance(value, tuple) else (value,)
         wrong = [n for n in numbers if n not in limit or (math.isinf(n) and flag not in MAY_BE_INFINITE)]
@@ -124,7 +132,7 @@ def check_limits(cfg: Any) -> Iterator[Violation]:
             yield Violation(flag, f"is {show_value(value)}", f"must be {limit}")
     for flag in ("lr_scheduler", "critic_lr_scheduler"):
         name = getattr(cfg, flag, None)
-        if name is not None and name not in SCHEDULERS:
+        if name is not None and name not in SCHEDULERS and not _follows(cfg, flag, name):
             yield Violation(flag, f"there is no schedule {name}", f"one of {', '.join(SCHEDULERS)}")
     for flag in ("reward_clip_range", "dynamic_filtering_reward_range", "vllm_is_truncated_threshold"):
         pair = getattr(cfg, flag, None)
@@ -142,3 +150,8 @@ def check_limits(cfg: Any) -> Iterator[Violation]:
     if threshold is not None and threshold[0] < 0:
         problem = f"{show_value(threshold)}: ratios of probabilities are never negative"
         yield Violation("vllm_is_truncated_threshold", problem, "use a lower bound of 0 or more")
+
+
+def _follows(cfg: Any, flag: str, value: Any) -> bool:
+    leader = FOLLOWS.get(flag, flag.removeprefix("critic_"))
+    return leader != flag and getattr(cfg, leader, None) == value

@@ -22,7 +22,7 @@ OLD_GENERATE_MAX_LEN = 1024
 # In these, a discount other than 1 has no meaning: a response has one reward, compared within a group.
 UNDISCOUNTED_ESTIMATORS = (*GROUP_ESTIMATORS, "flash_reinforce")
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
-_RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "dpo", "train_ppo_ray": "ppo"}
+_RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "exp", "train_ppo_ray": "ppo"}
 
 
 @dataclass(frozen=True)
@@ -241,6 +241,8 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
             f"--freezing_actor_steps {cfg.freezing_actor_steps}: nothing is trained in these steps, "
             f"since {estimator} has no critic"
         )
+    if cfg.normalize_reward and not cfg.reward_pretrain:
+        changer.note("--normalize_reward changes nothing: only reward models have a stored mean and std")
     if cfg.init_kl_coef == 0:
         for name in ("use_kl_loss", "kl_target"):
             if getattr(cfg, name):

@@ -152,16 +152,13 @@ def _finish(command: str, written: Written) -> Parsed:
 def _critic_values_untouched(
     config_class: type, assignments: list[Assignment], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``--actor.max_norm`` speaks of the actor only, ``--max_norm`` of both: keep the critic's default."""
+    """``--actor.max_norm`` speaks of the actor only, ``--max_norm`` of both: what is left for the critic."""
     specs = flag_specs(config_class)
-    actor_only: dict[str, bool] = {}
+    left = {a.flag: specs[a.flag].default for a in assignments if a.actor_only}
     for assignment in assignments:
-        actor_only[assignment.flag] = actor_only.get(assignment.flag, True) and assignment.actor_only
-    return {
-        f"critic_{flag}": specs[flag].default
-        for flag, only in actor_only.items()
-        if only and f"critic_{flag}" not in values
-    }
+        if not assignment.actor_only and assignment.flag in left:
+            left[assignment.flag] = assignment.value
+    return {f"critic_{flag}": value for flag, value in left.items() if f"critic_{flag}" not in values}
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from openrlhf.config.commands import (
     LoraCombinerConfig,
     PPOConfig,
+    RMConfig,
     ServeRMConfig,
     SFTConfig,
     SupervisedOptions,
@@ -23,6 +24,10 @@ from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOp
 from openrlhf.config.problems import Violation
 from openrlhf.config.rules_ppo import check_ppo, explain_division, nearest_multiples
 from openrlhf.config.unsupported import unsupported
+
+
+# Without these being sound numbers, the arithmetic of batches means nothing.
+BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "ds_tensor_parallel_size"}
 
 
 def validate(
@@ -48,10 +53,10 @@ def validate(
         violations += _check_data(cfg)
     if isinstance(cfg, TrainerOptions):
         violations += _check_folders(cfg)
-    if isinstance(cfg, SupervisedOptions) and not violations:
-        violations += _check_supervised_batches(cfg, world_size)
     if isinstance(cfg, SupervisedOptions):
         violations += _check_supervised(cfg)
+        if not BATCH_FLAGS & {violation.flag for violation in violations}:
+            violations += _check_supervised_batches(cfg, world_size)
     if isinstance(cfg, PPOConfig):
         # The arithmetic rules would only repeat, in other words, that a number is out of range.
         broken = {violation.flag for violation in violations}
@@ -102,7 +107,9 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
         yield Violation(
             "use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope"
         )
-    if getattr(cfg, "use_liger_kernel", False) and importlib.util.find_spec("liger_kernel") is None:
+    if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:
+        yield Violation("use_liger_kernel", "has no kernels for reward models", "leave it out")
+    elif getattr(cfg, "use_liger_kernel", False) and importlib.util.find_spec("liger_kernel") is None:
         yield Violation(
             "use_liger_kernel",
             "needs the package liger-kernel, which isn't installed",

@@ -79,7 +79,7 @@ def _is_none(spec: FlagSpec, raw: Any) -> bool:
 
 def _as_list(raw: Any) -> list[Any]:
     if isinstance(raw, list | tuple):
-        return list(raw)
+        return _as_list(raw[0]) if len(raw) == 1 and isinstance(raw[0], str) else list(raw)
     if isinstance(raw, str) and raw.strip().startswith("[") and raw.strip().endswith("]"):
         inner = raw.strip()[1:-1].strip()
         return [part.strip() for part in inner.split(",")] if inner else []
