@@ -1,0 +1,160 @@
+"""Batch plans: limits, completeness, equal counts, balance, determinism; optimizer steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openrlhf.batching.plan import (
+    BatchPlan,
+    OversizedSequenceError,
+    SequenceCost,
+    plan_micro_batches,
+    split_optimizer_steps,
+)
+
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def members(plan: BatchPlan) -> list[int]:
+    return sorted(i for rank in plan.ranks for batch in rank for i in batch)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), max_size=60),
+    ranks=st.integers(1, 5),
+    micro_batch_size=st.none() | st.integers(1, 8),
+    max_tokens=st.none() | st.integers(40, 120),
+)
+@quick
+def test_every_plan_keeps_its_promises(
+    lengths: list[int], ranks: int, micro_batch_size: int | None, max_tokens: int | None
+) -> None:
+    if micro_batch_size is None and max_tokens is None:
+        max_tokens = 64
+    plan = plan_micro_batches(lengths, ranks, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
+    assert members(plan) == list(range(len(lengths)))
+    assert len(plan.ranks) == ranks
+    assert all(len(batches) == plan.num_micro_batches for batches in plan.ranks)
+    for batches in plan.ranks:
+        for batch in batches:
+            assert micro_batch_size is None or len(batch) <= micro_batch_size
+            assert max_tokens is None or sum(lengths[i] for i in batch) <= max_tokens
+    again = plan_micro_batches(lengths, ranks, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
+    assert again == plan
+    if max_tokens is None and micro_batch_size is not None:
+        needed = -(-len(lengths) // micro_batch_size)
+        assert plan.num_micro_batches == -(-needed // ranks)
+    # no more micro-batches than two half-full ones for each that is needed
+    if micro_batch_size is None and max_tokens is not None and lengths:
+        assert plan.num_micro_batches * ranks < 2 * sum(lengths) / max_tokens + 1 + ranks
+
+
+def test_token_cap_is_never_exceeded() -> None:
+    plan = plan_micro_batches([6, 6, 6, 5], 1, max_tokens=10)
+    assert plan.num_micro_batches == 4
+    two = plan_micro_batches([6, 6, 6, 5], 2, max_tokens=11)
+    assert two.num_micro_batches == 2  # {6}, {6}, {6, 5} and an empty one, or {6}, {6}, {6}, {5}
+    assert members(two) == [0, 1, 2, 3]
+
+
+def test_oversized_sequence_is_a_named_error() -> None:
+    with pytest.raises(OversizedSequenceError, match=r"10 tokens .*indices \[1\], longest 14"):
+        plan_micro_batches([6, 14], 1, max_tokens=10)
+
+
+def test_fewer_sequences_than_ranks() -> None:
+    plan = plan_micro_batches([5], 3, micro_batch_size=4)
+    assert sorted(plan.ranks) == [((),), ((),), ((0,),)]
+    assert plan_micro_batches([], 2, max_tokens=8).ranks == ((), ())
+
+
+def test_ranks_and_concurrent_micro_batches_are_balanced() -> None:
+    lengths = [4000, 100, 100, 100, 3900, 100, 100, 100, 2000, 2100, 2050, 1950]
+    cost = SequenceCost(1.0, 1 / 1000)
+    plan = plan_micro_batches(lengths, 2, max_tokens=4500, cost=cost)
+    work = [[sum(cost(lengths[i]) for i in batch) for batch in batches] for batches in plan.ranks]
+    totals = [sum(batches) for batches in work]
+    assert max(totals) / min(totals) < 1.1
+    # ranks wait for each other at every micro-batch
+    waiting = sum(max(pair) for pair in zip(*work, strict=True))
+    assert waiting < 1.15 * sum(totals) / 2
+
+
+def test_quadratic_cost_changes_the_balance() -> None:
+    lengths = [80, 20, 20, 20, 20]
+    linear = plan_micro_batches(lengths, 2, max_tokens=160, cost=SequenceCost(1.0, 0.0))
+    assert sorted(linear.ranks) == [((0,),), ((1, 2, 3, 4),)]
+    # 80^2 + 80 = 6480 against 4 * 420: even alone, the long one dominates; nothing may join it
+    quadratic = plan_micro_batches([80, 80, 20, 20], 2, max_tokens=200, cost=SequenceCost(0.0, 1.0))
+    assert sorted(quadratic.ranks) == [((0, 2),), ((1, 3),)]
+
+
+def test_cost_of_a_model() -> None:
+    cost = SequenceCost.for_model(parameters=1000, layers=2, attention_width=8)
+    # 2 * P * L, and for each of 2 layers 4 * L^2 * 8 / 2
+    assert cost(10) == 2 * 1000 * 10 + 2 * 4 * 100 * 8 / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [1], "ranks": 0, "micro_batch_size": 1}, "ranks must be"),
+        ({"lengths": [1], "ranks": 1}, "give micro_batch_size, max_tokens or both"),
+        ({"lengths": [1], "ranks": 1, "micro_batch_size": 0}, "micro_batch_size must be"),
+        ({"lengths": [1], "ranks": 1, "max_tokens": 0}, "max_tokens must be"),
+        ({"lengths": [3, 0], "ranks": 1, "max_tokens": 4}, r"sequences \[1\] have no tokens"),
+    ],
+)
+def test_senseless_arguments_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_micro_batches(**arguments)
+
+
+def test_negative_cost_is_refused() -> None:
+    with pytest.raises(ValueError, match="cost coefficients"):
+        SequenceCost(-1.0, 0.0)
+
+
+def test_large_rollout_is_planned_quickly() -> None:
+    lengths = [1 + (i * 7919) % 2000 for i in range(4096)]
+    plan = plan_micro_batches(lengths, 8, max_tokens=4096)
+    assert members(plan) == list(range(4096))
+    assert plan.num_micro_batches <= 1.15 * sum(lengths) / 4096 / 8 + 1
+
+
+# --- optimizer steps -----------------------------------------------------------------------------------
+
+
+@given(
+    group_ids=st.lists(st.integers(0, 8), max_size=50),
+    samples_per_step=st.integers(1, 12),
+)
+@quick
+def test_steps_hold_every_sample_once_and_keep_groups_whole(
+    group_ids: list[int], samples_per_step: int
+) -> None:
+    steps = split_optimizer_steps(group_ids, samples_per_step)
+    assert sorted(i for step in steps for i in step) == list(range(len(group_ids)))
+    assert all(0 < len(step) <= samples_per_step for step in steps)
+    for group in set(group_ids):
+        holders = [s for s, step in enumerate(steps) if any(group_ids[i] == group for i in step)]
+        if group_ids.count(group) <= samples_per_step:
+            assert len(holders) == 1
+        assert holders == list(range(holders[0], holders[-1] + 1))
+
+
+def test_equal_groups_fill_steps_exactly() -> None:
+    assert split_optimizer_steps([0, 0, 1, 1, 2, 2], 4) == [[0, 1, 2, 3], [4, 5]]
+    # a group larger than a step is spread, and steps stay full: 12 samples are 3 steps of 4
+    assert [len(s) for s in split_optimizer_steps([0] * 6 + [1] * 6, 4)] == [4, 4, 4]
+    # a group that doesn't fit any more opens the next step
+    assert split_optimizer_steps([0, 0, 0, 1, 1, 2], 4) == [[0, 1, 2], [3, 4, 5]]
+    # interleaved arrival
+    assert split_optimizer_steps([7, 5, 7, 5], 2) == [[0, 2], [1, 3]]
+
+
+def test_step_size_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="samples_per_step"):
+        split_optimizer_steps([0], 0)
