@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,10 +22,6 @@ class Registry(Generic[T]):
         self._entries[name] = entry
         return entry
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Decorator form of :meth:`add`."""
-        return lambda entry: self.add(name, entry)
-
     def get(self, name: str) -> T:
         """The entry called ``name``.
 
@@ -40,9 +35,3 @@ class Registry(Generic[T]):
     def names(self) -> tuple[str, ...]:
         """Registered names in order of registration."""
         return tuple(self._entries)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)

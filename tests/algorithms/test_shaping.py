@@ -1,0 +1,59 @@
+"""Length penalties and normalisation of scalar rewards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from openrlhf.algorithms.shaping import (
+    apply_length_penalties,
+    normalize_scores,
+    overlong_penalty,
+    stop_properly,
+)
+
+
+def test_overlong_penalty() -> None:
+    penalty = overlong_penalty(torch.tensor([1, 15, 18, 20, 25]), max_length=20, buffer=5, factor=1.0)
+    assert penalty.tolist() == pytest.approx([0, 0, -0.6, -1.0, -1.0])
+    assert not penalty[0].signbit()
+    half = overlong_penalty(torch.tensor([18]), max_length=20, buffer=5, factor=0.5)
+    assert half.item() == pytest.approx(-0.3)
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 21])
+def test_overlong_buffer_must_fit(buffer: float) -> None:
+    with pytest.raises(ValueError, match="--overlong_buffer_len"):
+        overlong_penalty(torch.tensor([1]), max_length=20, buffer=buffer, factor=1.0)
+
+
+def test_stop_properly() -> None:
+    rewards, truncated = torch.tensor([1.0, 1.0, -2.0]), torch.tensor([False, True, True])
+    assert stop_properly(rewards, truncated, 0.5).tolist() == [1.0, 0.5, -1.0]
+    assert stop_properly(rewards, truncated, 0.0).tolist() == [1.0, 0.0, 0.0]
+    assert stop_properly(rewards, truncated, -0.5).tolist() == [1.0, -0.5, -0.5]
+    with pytest.raises(ValueError, match="at most 1"):
+        stop_properly(rewards, truncated, 1.5)
+
+
+def test_penalties_compose() -> None:
+    rewards = torch.tensor([1.0, 1.0, 1.0])
+    lengths, truncated = torch.tensor([10, 18, 20]), torch.tensor([False, False, True])
+    both = apply_length_penalties(
+        rewards,
+        lengths,
+        truncated,
+        max_length=20,
+        overlong_buffer_len=5,
+        stop_properly_penalty_coef=-0.5,
+    )
+    assert both.tolist() == pytest.approx([1.0, 0.4, -0.5])
+    assert torch.equal(apply_length_penalties(rewards, lengths, truncated), rewards)
+    with pytest.raises(ValueError, match="needs a response limit"):
+        apply_length_penalties(rewards, lengths, truncated, overlong_buffer_len=5)
+
+
+def test_normalize_scores() -> None:
+    assert normalize_scores(torch.tensor([1.0, 3.0]), mean=1.0, std=2.0).tolist() == [0.0, 1.0]
+    with pytest.raises(ValueError, match="--normalize_reward"):
+        normalize_scores(torch.tensor([1.0]), mean=0.0, std=0.0)
