@@ -1,0 +1,1 @@
+"""vLLM rollout engines and the transfer of weights into them."""

@@ -1,0 +1,141 @@
+"""All rollout engines as one: groups of samples go to the least loaded engine, control calls go to all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import ray
+
+from openrlhf.engines.spec import EngineSpec, engine_spec
+from openrlhf.config import PPOConfig
+from openrlhf.engines.vllm_engine import VLLMEngineActor
+from openrlhf.engines.rollouts import RolloutSpec
+from openrlhf.rollout.episodes import Group, PromptItem
+from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.workers.cluster import Cluster
+from openrlhf.workers.group import Member, PendingCall, WorkerError, WorkerGroup
+
+SAMPLES_IN_FLIGHT = 1024
+"""Samples one engine is given before others wait at the driver: enough to fill it, few enough to balance engines."""
+
+
+class EnginePool:
+    """The engines of a run.
+
+    Args:
+        group: the engine actors.
+        specs: what each was started with.
+    """
+
+    def __init__(self, group: WorkerGroup, specs: list[EngineSpec]) -> None:
+        self.group = group
+        self.specs = specs
+
+    @property
+    def workers_per_engine(self) -> int:
+        return self.specs[0].tensor_parallel_size
+
+    def load(self, rollout: RolloutSpec | None) -> PendingCall:
+        """Start loading the model in every engine; wait for the result elsewhere."""
+        return self.group.submit("start", rollout)
+
+    def run_groups(
+        self,
+        prompts: Iterable[PromptItem],
+        samples_per_prompt: int,
+        sampling: SamplingParams,
+        timeout: float,
+    ) -> Iterator[Group]:
+        """Run the episodes of many prompts, yielding each prompt's group when it is done.
+
+        Args:
+            prompts: taken one by one as engines have room.
+            samples_per_prompt: episodes of each.
+            sampling: options of every episode; each gets a seed of its own from run, epoch, prompt and sample.
+            timeout: seconds for all of it.
+
+        Raises:
+            WorkerError: an engine failed or died, or time ran out; names the prompts that were not done.
+        """
+        deadline = time.monotonic() + timeout
+        source = iter(prompts)
+        room = max(1, SAMPLES_IN_FLIGHT // samples_per_prompt)
+        load = [0] * len(self.group)
+        running: dict[ray.ObjectRef, tuple[int, PromptItem, PendingCall]] = {}
+        exhausted = False
+        while True:
+            while not exhausted and min(load) < room:
+                prompt = next(source, None)
+                if prompt is None:
+                    exhausted = True
+                    break
+                index = load.index(min(load))
+                member = self.group.members[index]
+                call = member.handle.run_group.remote(prompt, samples_per_prompt, sampling)
+                running[call] = (index, prompt, PendingCall("run_group", {call: member}))
+                load[index] += 1
+            if not running:
+                return
+            done, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                self._raise_late(running, timeout)
+            for call in done:
+                index, _, pending = running.pop(call)
+                load[index] -= 1
+                yield pending.result(timeout=0.0)[0]
+
+    def _raise_late(
+        self, running: dict[ray.ObjectRef, tuple[int, PromptItem, PendingCall]], timeout: float
+    ) -> NoReturn:
+        prompts = sorted(prompt.prompt_id for _, prompt, _ in running.values())
+        engines = sorted({self.group.members[index].name for index, _, _ in running.values()})
+        shown = ", ".join(map(str, prompts[:10])) + (" ..." if len(prompts) > 10 else "")
+        raise WorkerError(
+            f"{len(prompts)} prompts were not done after {timeout:g} s (--rollout_timeout) in "
+            f"{', '.join(engines)}; prompt ids {shown}. Is a reward or an agent stuck?\n"
+            + self.group.members[0].log_excerpt()
+        )
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
+        """Each engine's log-probs of a text (temperature 1)."""
+        return self.group.call("prompt_logprobs", token_ids)
+
+    def sleep(self, level: int = 2) -> None:
+        self.group.call("sleep", level)
+
+    def wake(self, tags: list[str] | None = None) -> None:
+        self.group.call("wake", tags)
+
+    def health(self) -> None:
+        """Raises WorkerError when an engine is dead."""
+        self.group.call("health")
+
+    def weight_digests(self) -> list[list[dict[str, str]]]:
+        return self.group.call("weight_digests")
+
+    def shutdown(self, timeout: float = 30.0) -> None:
+        """Stop the engines' processes in order."""
+        self.group.call("shutdown", timeout=timeout)
+
+
+def start_engines(
+    cfg: PPOConfig, cluster: Cluster, *, device_type: str, transport: str, log_dir: str
+) -> EnginePool:
+    """Start the engine actors in their bundles; :meth:`EnginePool.load` then loads the model."""
+    members: list[Member] = []
+    specs: list[EngineSpec] = []
+    for index in range(cfg.vllm_num_engines):
+        log_file = os.path.join(log_dir, f"engine-{index}.log")
+        spec = engine_spec(
+            cfg, index, device_type=device_type, weight_transport=transport, log_file=log_file
+        )
+        options: dict[str, Any] = cluster.actor_options("engine", index)
+        handle = VLLMEngineActor.options(max_concurrency=10_000, **options).remote(
+            spec, cluster.visible_devices("engine", index)
+        )
+        specs.append(spec)
+        members.append(Member(f"engine {index}", handle, log_file))
+    return EnginePool(WorkerGroup("engine", members, cfg.rollout_timeout), specs)

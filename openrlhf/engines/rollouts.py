@@ -1,0 +1,83 @@
+"""What an engine process needs to run whole episodes: tokenizer, rewards and agents, built once from plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from openrlhf.config import PPOConfig
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
+from openrlhf.rollout.loader import load_agent_executor
+from openrlhf.rollout.protocol import GenerationEngine, SamplingParams
+from openrlhf.rollout.rewards import RewardClient, make_reward_source
+
+
+def reward_urls(cfg: PPOConfig) -> str | None:
+    """The reward function or servers of the flags; None when an agent or a reward model gives the rewards."""
+    return None if cfg.agent_func_path else (cfg.remote_rm_url or None)
+
+
+def model_eos_ids(path: str) -> frozenset[int]:
+    """Every id that ends a sequence, as generation_config.json and config.json of a model folder name them.
+
+    Empty when the folder names none (or is a hub id): then the tokenizer's own counts.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path).expanduser() / name
+        if file.is_file():
+            value = json.loads(file.read_text()).get("eos_token_id")
+            if value is not None:
+                found.update(value if isinstance(value, list) else [value])
+    return frozenset(found)
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """Plain data from which an engine process builds its episodes."""
+
+    cfg: PPOConfig
+    default_sampling: SamplingParams
+
+
+class GroupRunner:
+    """Runs groups of episodes against one engine."""
+
+    def __init__(self, spec: RolloutSpec, engine: GenerationEngine) -> None:
+        cfg = spec.cfg
+        self._engine = engine
+        urls = reward_urls(cfg)
+        self._rewards = None
+        if urls is not None:
+            self._rewards = RewardClient(make_reward_source(urls), on_failure=cfg.reward_on_failure)
+        tokenizer = load_tokenizer(cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer)
+        eos_ids = model_eos_ids(cfg.pretrain)
+        if tokenizer.eos_token_id is not None:
+            eos_ids |= {tokenizer.eos_token_id}
+        self._spec = EpisodeSpec(
+            sampling=spec.default_sampling,
+            max_length=cfg.max_len,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_ids or None,
+            rewards=self._rewards,
+            executor=load_agent_executor(cfg.agent_func_path) if cfg.agent_func_path else None,
+            prompt_limit=cfg.prompt_max_len,
+            on_long_prompt="drop" if cfg.prompt_overlong == "drop" else "truncate",
+            seed=cfg.seed,
+            episode_timeout=cfg.rollout_timeout,
+            on_agent_failure="drop" if cfg.reward_on_failure == "drop" else "raise",
+        )
+
+    async def run_group(self, item: PromptItem, n: int, sampling: SamplingParams) -> Group:
+        """The ``n`` episodes of one prompt, with rewards (not those of a reward model)."""
+        return await run_group(item, n, self._engine, replace(self._spec, sampling=sampling))
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Counts and latencies of rewards since the last call."""
+        return self._rewards.pop_metrics() if self._rewards is not None else {}
+
+    async def close(self) -> None:
+        if self._rewards is not None:
+            await self._rewards.close()

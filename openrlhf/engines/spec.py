@@ -1,0 +1,66 @@
+"""What a vLLM engine is started with, derived from the configuration. Pure: imports neither vLLM nor Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from openrlhf.config import PPOConfig
+
+ENGINE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Arguments of one vLLM engine actor."""
+
+    index: int
+    model: str
+    dtype: str
+    tensor_parallel_size: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    enable_prefix_caching: bool
+    enable_sleep: bool
+    weight_transport: str
+    seed: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    cpu_kvcache_gib: float
+    full_determinism: bool
+    log_file: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def engine_spec(
+    cfg: PPOConfig, index: int, *, device_type: str, weight_transport: str, log_file: str
+) -> EngineSpec:
+    """The arguments of engine ``index``.
+
+    The seed of engine i is ``seed + i``; it only matters for requests that carry no seed of their own.
+    """
+    on_cpu = device_type == "cpu"
+    environment = {}
+    if on_cpu:
+        # Several engines and trainer ranks share the cores; binding would pile them on the same ones.
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return EngineSpec(
+        index=index,
+        model=cfg.pretrain,
+        dtype=ENGINE_DTYPES[cfg.param_dtype],
+        tensor_parallel_size=cfg.vllm_tensor_parallel_size,
+        max_model_len=cfg.max_len,
+        gpu_memory_utilization=cfg.vllm_gpu_memory_utilization,
+        # The CPU build would compile graphs with a C++ compiler at every start, for nothing at these sizes.
+        enforce_eager=cfg.enforce_eager or on_cpu,
+        enable_prefix_caching=cfg.enable_prefix_caching,
+        enable_sleep=cfg.vllm_enable_sleep and not on_cpu,
+        weight_transport=weight_transport,
+        seed=cfg.seed + index,
+        max_num_seqs=cfg.vllm_max_num_seqs,
+        max_num_batched_tokens=cfg.vllm_max_num_batched_tokens,
+        cpu_kvcache_gib=cfg.vllm_cpu_kvcache_gib,
+        full_determinism=cfg.full_determinism,
+        log_file=log_file,
+        environment=environment,
+    )

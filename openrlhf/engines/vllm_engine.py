@@ -1,0 +1,213 @@
+"""One vLLM engine as a Ray actor: generation, sleep, weight updates and the rollouts that run beside it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import ray
+
+from openrlhf.engines.rollouts import GroupRunner, RolloutSpec
+from openrlhf.engines.spec import EngineSpec
+from openrlhf.rollout.episodes import Group, PromptItem
+from openrlhf.rollout.protocol import GenerationResult, SamplingParams
+from openrlhf.utils.process import redirect_output
+
+
+def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
+    """Everything that must be in place before vLLM or torch is imported."""
+    redirect_output(spec.log_file)
+    os.environ.update(spec.environment)
+    os.environ["OPENRLHF_ENGINE_PID"] = str(os.getpid())
+    if visible_devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+    if spec.full_determinism:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+
+
+class VLLMEngine:
+    """A vLLM ``AsyncLLM`` and the episodes that use it.
+
+    Sampling log-probs are those of the processed distribution (temperature, top-p, top-k), since that is the
+    distribution the tokens came from. ``weight_version`` counts finished weight updates.
+    """
+
+    def __init__(self, spec: EngineSpec, visible_devices: str | None = None) -> None:
+        _prepare_process(spec, visible_devices)
+        self.spec = spec
+        self.weight_version = 0
+        self._request_ids = itertools.count()
+        self._runner: GroupRunner | None = None
+        self._llm: Any = None
+
+    async def start(self, rollout: RolloutSpec | None) -> dict[str, Any]:
+        """Load the model and, if given, what rollouts need (reward functions, agents). Returns a description.
+
+        Raises:
+            Exception: whatever vLLM raises when the model can't be served; the actor's log has the details.
+        """
+        # Imported here, not at the top: the environment above must be set first, and only this process pays.
+        from vllm import AsyncEngineArgs
+        from vllm.config import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        spec = self.spec
+        arguments: dict[str, Any] = {}
+        if spec.max_num_seqs is not None:
+            arguments["max_num_seqs"] = spec.max_num_seqs
+        if spec.max_num_batched_tokens is not None:
+            arguments["max_num_batched_tokens"] = spec.max_num_batched_tokens
+        if "VLLM_CPU_OMP_THREADS_BIND" in spec.environment:
+            arguments["kv_cache_memory_bytes"] = int(spec.cpu_kvcache_gib * 2**30)
+            # vLLM's CPU sampler fails on a seeded request whose prompt is prefilled in several steps.
+            arguments["enable_chunked_prefill"] = False
+            arguments.setdefault("max_num_batched_tokens", max(8192, spec.max_model_len))
+        engine_args = AsyncEngineArgs(
+            model=spec.model,
+            dtype=spec.dtype,
+            tensor_parallel_size=spec.tensor_parallel_size,
+            distributed_executor_backend="mp" if spec.tensor_parallel_size > 1 else "uni",
+            max_model_len=spec.max_model_len,
+            gpu_memory_utilization=spec.gpu_memory_utilization,
+            enforce_eager=spec.enforce_eager,
+            enable_prefix_caching=spec.enable_prefix_caching,
+            enable_sleep_mode=spec.enable_sleep,
+            seed=spec.seed,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend=spec.weight_transport),
+            worker_extension_cls="openrlhf.engines.weight_sync.plugin.WorkerExtension",
+            disable_log_stats=True,
+            **arguments,
+        )
+        self._llm = AsyncLLM.from_engine_args(engine_args)
+        if rollout is not None:
+            self._runner = GroupRunner(rollout, engine=self)
+        return {"index": spec.index, "pid": os.getpid(), "model": spec.model}
+
+    # --- generation -------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
+        """Sample one continuation of a prompt; ids in, ids out."""
+        version = self.weight_version
+        output = await self._run(prompt_token_ids, self._vllm_sampling(sampling))
+        completion = output.outputs[0]
+        token_ids = list(completion.token_ids)
+        logprobs = None
+        if sampling.logprobs:
+            logprobs = [
+                entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)
+            ]
+        return GenerationResult(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason or "abort",
+            weight_version=version,
+            stop_reason=completion.stop_reason,
+        )
+
+    async def run_group(self, prompt: PromptItem, n: int, sampling: SamplingParams) -> Group:
+        """Run the ``n`` episodes of one prompt, rewards included (not those of a reward model)."""
+        if self._runner is None:
+            raise RuntimeError("this engine was started without a rollout specification")
+        return await self._runner.run_group(prompt, n, sampling)
+
+    async def pop_metrics(self) -> dict[str, float]:
+        """Reward counts and latencies since the last call."""
+        return self._runner.pop_metrics() if self._runner is not None else {}
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probs at temperature 1 of tokens 1..T-1 of a text: float[T], 0 at the first position."""
+        from vllm import SamplingParams as VLLMSampling
+
+        output = await self._run(
+            token_ids, VLLMSampling(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        )
+        entries = output.prompt_logprobs
+        return [0.0] + [
+            entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)
+        ]
+
+    async def _run(self, token_ids: list[int], sampling: Any) -> Any:
+        request_id = f"{self.spec.index}-{next(self._request_ids)}"
+        final = None
+        async for final in self._llm.generate({"prompt_token_ids": token_ids}, sampling, request_id):
+            pass
+        return final
+
+    def _vllm_sampling(self, sampling: SamplingParams) -> Any:
+        from vllm import SamplingParams as VLLMSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        return VLLMSampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=max(sampling.top_k, 0),
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=list(sampling.stop_token_ids) or None,
+            ignore_eos=sampling.ignore_eos,
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            seed=sampling.seed,
+            logprobs=0 if sampling.logprobs else None,
+            skip_special_tokens=False,
+            # Text is only needed to look for stop strings; decoding costs a third of the speed.
+            detokenize=bool(sampling.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **dict(sampling.extra),
+        )
+
+    # --- weights ----------------------------------------------------------------------------------------------
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._llm.init_weight_transfer_engine(request)
+
+    async def start_weight_update(self) -> None:
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, request: Any) -> None:
+        await self._llm.update_weights(request)
+
+    async def finish_weight_update(self) -> None:
+        await self._llm.finish_weight_update()
+        # Cached prefixes were computed with the old weights.
+        await self._llm.reset_prefix_cache()
+        self.weight_version += 1
+
+    async def weight_digests(self) -> list[dict[str, str]]:
+        """SHA-256 of every parameter, one dict per tensor-parallel worker."""
+        return list(await self._llm.collective_rpc("weight_digests"))
+
+    # --- life cycle -------------------------------------------------------------------------------------------
+
+    async def sleep(self, level: int = 2) -> None:
+        """Give the GPU memory back. Level 2 also drops the weights: a sync must follow waking them."""
+        if self.spec.enable_sleep:
+            await self._llm.sleep(level)
+
+    async def wake(self, tags: list[str] | None = None) -> None:
+        """Take the memory again; ``tags`` is any of "weights" and "kv_cache", None means both."""
+        if self.spec.enable_sleep:
+            await self._llm.wake_up(tags)
+
+    async def pause(self, mode: str = "keep") -> None:
+        await self._llm.pause_generation(mode=mode, clear_cache=False)
+
+    async def resume(self) -> None:
+        await self._llm.resume_generation()
+
+    async def health(self) -> None:
+        """Raises when the engine process is dead."""
+        await self._llm.check_health()
+
+    async def shutdown(self) -> None:
+        if self._runner is not None:
+            await self._runner.close()
+        if self._llm is not None:
+            self._llm.shutdown()
+
+
+VLLMEngineActor = ray.remote(VLLMEngine)

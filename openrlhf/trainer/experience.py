@@ -1,0 +1,293 @@
+"""From trajectories to optimizer steps: what the driver computes between rollout and training. No Ray here.
+
+Per-token columns are lists with one float32 tensor ``[T_i]`` a trajectory, in the order of the trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import AdvantageSettings, RolloutColumns, compute_advantages
+from openrlhf.algorithms.aggregation import step_denominators
+from openrlhf.algorithms.kl import estimate_kl, split_kl_coef
+from openrlhf.algorithms.shaping import apply_length_penalties
+from openrlhf.batching.microbatch import MicroBatch, pack, unpack
+from openrlhf.batching.plan import plan_micro_batches, split_optimizer_steps
+from openrlhf.config import PPOConfig
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.workers.messages import StepBatch
+
+Column = list[Tensor]
+
+
+@dataclass
+class Experience:
+    """A rollout on its way to training.
+
+    Attributes:
+        trajectories: all samples, groups complete, in order of group id and sample index.
+        columns: per-token data by name.
+    """
+
+    trajectories: list[Trajectory]
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [trajectory.total_length for trajectory in self.trajectories]
+
+    @property
+    def action_masks(self) -> Column:
+        return [torch.from_numpy(np.array(t.action_mask)) for t in self.trajectories]
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+
+def collect(groups: Sequence[Sequence[Trajectory]]) -> Experience:
+    """Put groups that finished in any order into a fixed one, with the engine's log-probs as a column if there.
+
+    Raises:
+        ValueError: some trajectories have sampling log-probs and others do not.
+    """
+    ordered = sorted((t for group in groups for t in group), key=lambda t: (t.group_id, t.sample_index))
+    experience = Experience(ordered)
+    with_logprobs = [t for t in ordered if t.logprobs is not None]
+    if with_logprobs and len(with_logprobs) < len(ordered):
+        missing = next(t for t in ordered if t.logprobs is None)
+        raise ValueError(
+            f"{len(ordered) - len(with_logprobs)} of {len(ordered)} samples have no sampling log-probs, the first "
+            f"of prompt {missing.prompt_id}; an agent must return rollout_log_probs for all of them or for none"
+        )
+    if with_logprobs:
+        experience.columns["rollout_logprobs"] = [torch.from_numpy(np.array(t.logprobs)) for t in with_logprobs]
+    return experience
+
+
+# --- forward passes -------------------------------------------------------------------------------------------------
+
+
+def forward_batches(sequences: Sequence[np.ndarray], ranks: int, cfg: PPOConfig) -> list[list[MicroBatch]]:
+    """Micro-batches of a forward pass over all sequences, rank by rank.
+
+    Args:
+        sequences: token ids ``[T_i]``.
+        ranks: data-parallel ranks of the model.
+        cfg: ``micro_rollout_batch_size``, or with ``use_dynamic_batch`` the token budget.
+    """
+    lengths = [len(ids) for ids in sequences]
+    plan = plan_micro_batches(lengths, ranks, **_limits(cfg, cfg.micro_rollout_batch_size, _rollout_tokens(cfg)))
+    return [[pack(sequences, {}, indices) for indices in rank] for rank in plan.ranks]
+
+
+def _rollout_tokens(cfg: PPOConfig) -> int:
+    return cfg.rollout_max_tokens_per_gpu or cfg.train_max_tokens_per_gpu
+
+
+def _limits(cfg: PPOConfig, count: int, tokens: int) -> dict[str, int]:
+    return {"max_tokens": tokens} if cfg.use_dynamic_batch else {"micro_batch_size": count}
+
+
+def token_outputs(
+    batches: Sequence[Sequence[MicroBatch]], outputs: Sequence[Sequence[np.ndarray]], count: int
+) -> Column:
+    """Per-token outputs of all ranks, back in sequence order."""
+    flat = [batch for rank in batches for batch in rank]
+    tensors = [torch.from_numpy(np.array(output)) for rank in outputs for output in rank]
+    return unpack(flat, tensors, count)
+
+
+def sequence_outputs(
+    batches: Sequence[Sequence[MicroBatch]], outputs: Sequence[Sequence[np.ndarray]], count: int
+) -> np.ndarray:
+    """Per-sequence outputs of all ranks, float64 ``[count]`` in sequence order."""
+    result = np.full(count, np.nan)
+    for batch, output in zip(
+        (b for rank in batches for b in rank), (o for rank in outputs for o in rank), strict=True
+    ):
+        if not batch.is_dummy:
+            result[batch.sequence_index.numpy()] = output
+    return result
+
+
+def with_model_scores(trajectories: Sequence[Trajectory], scores: np.ndarray) -> list[Trajectory]:
+    """The same trajectories with a reward model's scores as reward and score.
+
+    Raises:
+        FloatingPointError: a score is NaN or infinite; names the prompts.
+    """
+    broken = [t.prompt_id for t, score in zip(trajectories, scores, strict=True) if not np.isfinite(score)]
+    if broken:
+        raise FloatingPointError(f"the reward model's score is not finite for prompts {broken[:10]}")
+    return [
+        replace(t, reward=float(score), score=float(score))
+        for t, score in zip(trajectories, scores, strict=True)
+    ]
+
+
+# --- advantages -----------------------------------------------------------------------------------------------------
+
+
+def response_limit(cfg: PPOConfig) -> int:
+    """Most tokens that a response can have."""
+    return cfg.max_new_tokens or cfg.max_len
+
+
+def shaped_rewards(experience: Experience, cfg: PPOConfig) -> Tensor:
+    """Terminal rewards ``[S]`` after the length penalties.
+
+    Raises:
+        ValueError: a trajectory has no reward; names prompt and sample.
+    """
+    missing = [t for t in experience.trajectories if t.reward is None]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} samples have no reward, the first is sample {missing[0].sample_index} of prompt "
+            f"{missing[0].prompt_id}: the agent or reward function gave none and there is no reward model"
+        )
+    return apply_length_penalties(
+        torch.tensor([t.reward for t in experience.trajectories], dtype=torch.float64),
+        torch.tensor([t.response_length for t in experience.trajectories]),
+        torch.tensor([t.truncated for t in experience.trajectories]),
+        max_length=response_limit(cfg),
+        overlong_buffer_len=cfg.overlong_buffer_len,
+        overlong_penalty_factor=cfg.overlong_penalty_factor,
+        stop_properly_penalty_coef=cfg.stop_properly_penalty_coef,
+    )
+
+
+@dataclass(frozen=True)
+class RolloutSummary:
+    """Figures of the advantage computation, for the metrics.
+
+    Attributes:
+        rewards: float ``[S]`` after length penalties.
+        returns: float ``[S]``, reward minus the KL penalties of the sequence.
+        kl: mean KL estimate per action token, None without a reference model.
+    """
+
+    rewards: Tensor
+    returns: Tensor
+    kl: float | None
+
+
+def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> RolloutSummary:
+    """Compute the columns ``advantages`` and ``returns``.
+
+    Uses the columns ``old_logprobs`` and ``ref_logprobs`` when the KL penalty is in the reward, and ``old_values``
+    with GAE.
+    """
+    mask = torch.cat(experience.action_masks)
+    cu_seqlens = torch.tensor([0, *np.cumsum(experience.lengths)])
+    columns = experience.columns
+    kl = None
+    if "ref_logprobs" in columns and "old_logprobs" in columns:
+        kl = estimate_kl(
+            torch.cat(columns["old_logprobs"]), torch.cat(columns["ref_logprobs"]), mask, cfg.kl_estimator
+        )
+    reward_kl_coef, _ = split_kl_coef(kl_coef, cfg.use_kl_loss)
+    rewards = shaped_rewards(experience, cfg)
+    result = compute_advantages(
+        cfg.advantage_estimator,
+        RolloutColumns(
+            rewards=rewards,
+            group_ids=torch.tensor([t.group_id for t in experience.trajectories]),
+            action_mask=mask,
+            cu_seqlens=cu_seqlens,
+            kl=kl,
+            values=torch.cat(columns["old_values"]) if "old_values" in columns else None,
+            step_rewards=_step_rewards(experience),
+        ),
+        AdvantageSettings(
+            gamma=cfg.gamma,
+            lambd=cfg.lambd,
+            kl_coef=reward_kl_coef if kl is not None else 0.0,
+            reward_clip_range=tuple(cfg.reward_clip_range),
+            std_norm=not cfg.no_advantage_std_norm,
+        ),
+    )
+    columns["advantages"] = list(result.advantages.split(experience.lengths))
+    columns["returns"] = list(result.returns.split(experience.lengths))
+    tokens = max(int(mask.sum()), 1)
+    return RolloutSummary(rewards, result.sequence_returns, None if kl is None else float(kl.sum()) / tokens)
+
+
+def _step_rewards(experience: Experience) -> Tensor | None:
+    """Rewards of single steps as a per-token column; None when no trajectory has any."""
+    if not any(t.step_rewards for t in experience.trajectories):
+        return None
+    column = torch.zeros(sum(experience.lengths))
+    start = 0
+    for trajectory in experience.trajectories:
+        for position, value in trajectory.step_rewards:
+            column[start + position] += value
+        start += trajectory.total_length
+    return column
+
+
+# --- optimizer steps ------------------------------------------------------------------------------------------------
+
+POLICY_COLUMNS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+VALUE_COLUMNS = ("returns", "old_values")
+
+
+def optimizer_steps(group_ids: Sequence[int], cfg: PPOConfig, seed: Sequence[int]) -> list[list[int]]:
+    """Which samples each optimizer step trains on, over all inner epochs.
+
+    Groups are shuffled anew in every epoch by a generator of their own, so the order depends on nothing but the
+    seed. The last step of an epoch may be smaller; nothing is dropped.
+    """
+    steps: list[list[int]] = []
+    distinct = list(dict.fromkeys(group_ids))
+    for epoch in range(cfg.max_epochs):
+        generator = np.random.default_rng([*seed, epoch])
+        rank = {distinct[place]: order for order, place in enumerate(generator.permutation(len(distinct)))}
+        order = sorted(range(len(group_ids)), key=lambda i: rank[group_ids[i]])
+        cut = split_optimizer_steps([group_ids[i] for i in order], cfg.train_batch_size)
+        steps.extend([order[i] for i in step] for step in cut)
+    return steps
+
+
+def step_batches(
+    experience: Experience,
+    steps: Sequence[Sequence[int]],
+    ranks: int,
+    cfg: PPOConfig,
+    columns: Sequence[str],
+    kl_coef: float,
+) -> list[list[StepBatch]]:
+    """Pack the samples of every optimizer step for every rank.
+
+    Args:
+        experience: with all columns computed.
+        steps: sample indices of each step.
+        ranks: data-parallel ranks of the model that trains.
+        cfg: micro-batch limits and the loss's constants.
+        columns: names of the columns to send; those that were not computed are left out.
+        kl_coef: current coefficient; 0 when the KL penalty is in the reward.
+
+    Returns:
+        ``result[rank][step]``.
+    """
+    sequences = [t.token_ids for t in experience.trajectories]
+    masks = experience.action_masks
+    data: Mapping[str, Column] = {
+        "action_mask": masks,
+        **{name: experience.columns[name] for name in columns if name in experience.columns},
+    }
+    result: list[list[StepBatch]] = [[] for _ in range(ranks)]
+    limits = _limits(cfg, cfg.micro_train_batch_size, cfg.train_max_tokens_per_gpu)
+    for indices in steps:
+        plan = plan_micro_batches([len(sequences[i]) for i in indices], ranks, **limits)
+        denominators = step_denominators([masks[i] for i in indices], constant=float(response_limit(cfg)))
+        for rank, micro_batches in enumerate(plan.ranks):
+            packed = tuple(
+                pack(sequences, data, [indices[i] for i in micro_batch]) for micro_batch in micro_batches
+            )
+            result[rank].append(StepBatch(packed, denominators, kl_coef))
+    return result

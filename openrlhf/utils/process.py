@@ -1,0 +1,63 @@
+"""Operating-system odds and ends of a process: where its output goes, who it dies with, which ports are free."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def redirect_output(path: str | Path) -> None:
+    """Send this process's stdout and stderr, and those of its future children, to a file (appending)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+    # Ray replaces sys.stdout by a stream onto its own log file; write to the descriptors again.
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, so that a killed engine leaves no orphan (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def tail(path: str | Path, lines: int = 25, max_bytes: int = 64 * 1024) -> str:
+    """The last lines of a text file; an explanation in brackets when it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - max_bytes))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError as error:
+        return f"({path}: {error.strerror})"
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def host_address() -> str:
+    """An address of this host that other nodes can reach; 127.0.0.1 when there is no network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only asks the routing table for the source address.
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def free_port(host: str = "") -> int:
+    """A port that was free a moment ago. Prefer binding port 0 and keeping the socket where an API allows it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])

@@ -1,0 +1,141 @@
+"""Connecting to Ray and turning a placement plan into placement groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from openrlhf.workers.placement import PlacementError, PlacementPlan, check_fits
+
+FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HF_HUB_OFFLINE", "PYTHONPATH")
+
+
+def connect(device: str) -> None:
+    """Connect to the cluster of ``RAY_ADDRESS``, else to one that runs on this machine, else start one."""
+    if ray.is_initialized():
+        return
+    environment = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"}
+    environment |= {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
+    if device == "CPU":
+        # Ranks and engines share few cores; one thread each is faster than many fighting ones.
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    options: dict[str, Any] = {
+        "runtime_env": {"env_vars": environment},
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+    }
+    try:
+        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **options)
+    except ConnectionError:
+        if "RAY_ADDRESS" in os.environ:
+            raise
+        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that :func:`connect` started ends with it."""
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Device:
+    """One bundle of a placement group: where a process can be started."""
+
+    group: PlacementGroup
+    bundle: int
+    node: str
+    accelerator_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The placement groups of a run."""
+
+    plan: PlacementPlan
+    devices: dict[str, list[Device]]
+    """By group name; sorted so that neighbours are on the same node, in the order of their GPU ids."""
+
+    def devices_of(self, role: str, process: int) -> list[Device]:
+        group = self.plan.group_of(role)
+        return [self.devices[group.name][index] for index in group.bundles_of(role, process)]
+
+    def actor_options(self, role: str, process: int) -> dict[str, Any]:
+        """Ray options that start one process of a role in its bundle."""
+        group = self.plan.group_of(role)
+        device = self.devices_of(role, process)[0]
+        resources = self.plan.process_resources(group)
+        return {
+            "num_cpus": resources["CPU"],
+            "num_gpus": resources.get("GPU", 0.0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=device.group, placement_group_bundle_index=device.bundle
+            ),
+        }
+
+    def visible_devices(self, role: str, process: int) -> str | None:
+        """CUDA_VISIBLE_DEVICES for one process: the GPUs of all its bundles; None without GPUs."""
+        ids = [gpu for device in self.devices_of(role, process) for gpu in device.accelerator_ids]
+        return ",".join(ids) if ids else None
+
+    def remove(self) -> None:
+        for devices in self.devices.values():
+            if devices:
+                remove_placement_group(devices[0].group)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _look_around() -> tuple[str, tuple[str, ...]]:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), tuple(str(gpu) for gpu in ray.get_gpu_ids())
+
+
+def create_cluster(plan: PlacementPlan, timeout: float) -> Cluster:
+    """Create the placement groups of a plan and wait until they are ready.
+
+    Raises:
+        PlacementError: the cluster is too small, or a group was not ready in ``timeout`` seconds.
+    """
+    check_fits(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    deadline = time.monotonic() + timeout
+    groups = {
+        group.name: placement_group([plan.bundle_resources()] * group.devices, strategy="PACK")
+        for group in plan.groups
+    }
+    devices: dict[str, list[Device]] = {}
+    for name, group in groups.items():
+        if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
+            free = ray.available_resources()
+            for other in groups.values():
+                remove_placement_group(other)
+            raise PlacementError(
+                f"the devices of group {name!r} were not free within {timeout:g} s (--start_timeout).\n"
+                f"Asked for:\n{plan.describe()}\n"
+                f"Free in the cluster now: GPU {free.get('GPU', 0.0):g}, CPU {free.get('CPU', 0.0):g}. "
+                "Another job may hold them: see `ray status`."
+            )
+        devices[name] = _sorted_devices(plan, group, deadline)
+    return Cluster(plan=plan, devices=devices)
+
+
+def _sorted_devices(plan: PlacementPlan, group: PlacementGroup, deadline: float) -> list[Device]:
+    """Ask every bundle where it is, and put neighbours side by side."""
+    probes = [
+        _look_around.options(
+            num_gpus=0.01 if plan.device == "GPU" else 0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=index
+            ),
+        ).remote()
+        for index in range(group.bundle_count)
+    ]
+    answers = ray.get(probes, timeout=max(1.0, deadline - time.monotonic()))
+    found = [Device(group, index, node, ids) for index, (node, ids) in enumerate(answers)]
+    return sorted(found, key=lambda device: (device.node, [int(gpu) for gpu in device.accelerator_ids if gpu.isdigit()], device.bundle))

@@ -1,0 +1,135 @@
+"""All ranks of one role as one thing to call: coarse remote calls with deadlines and readable failures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from openrlhf.utils.process import tail
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+class WorkerError(RuntimeError):
+    """A process of a role failed or did not answer in time; the message ends with the end of its log."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a role."""
+
+    name: str
+    handle: ActorHandle
+    log_file: str
+
+    def log_excerpt(self) -> str:
+        """The end of the process's log, for error messages."""
+        text = "\n".join("  | " + line for line in tail(self.log_file).splitlines())
+        return f"Last lines of {self.log_file}:\n{text}"
+
+
+class PendingCall:
+    """A call that every member is working on."""
+
+    def __init__(self, method: str, calls: dict[ray.ObjectRef, Member]) -> None:
+        self._method = method
+        self._calls = calls
+
+    def result(self, timeout: float) -> list[Any]:
+        """The members' answers, in their order.
+
+        The first failure is raised at once: its neighbours may be waiting for it in a collective.
+
+        Raises:
+            WorkerError: a member failed, died, or did not answer within ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        answers: dict[ray.ObjectRef, Any] = {}
+        waiting = list(self._calls)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                late = [self._calls[call] for call in waiting]
+                raise WorkerError(
+                    f"{self._method} did not finish within {timeout:g} s in {', '.join(m.name for m in late)}.\n"
+                    + late[0].log_excerpt()
+                )
+            for call in done:
+                answers[call] = self._get(call)
+        return [answers[call] for call in self._calls]
+
+    def _get(self, call: ray.ObjectRef) -> Any:
+        member = self._calls[call]
+        try:
+            return ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause if error.cause is not None else error
+            raise WorkerError(
+                f"{self._method} failed in {member.name}: {_short(cause)}\n{member.log_excerpt()}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise WorkerError(
+                f"{member.name} died during {self._method}: {str(error).splitlines()[0]}\n{member.log_excerpt()}"
+            ) from error
+
+
+def _short(error: BaseException) -> str:
+    """Type and message; of an error that Ray could only carry as a traceback, its last line."""
+    text = str(error).strip()
+    if isinstance(error, ray.exceptions.RayError):
+        return next((line for line in reversed(text.splitlines()) if line.strip()), type(error).__name__)
+    return f"{type(error).__name__}: {text}"
+
+
+class WorkerGroup:
+    """The processes of one role.
+
+    Args:
+        role: for messages.
+        members: in rank order.
+        timeout: seconds that a call may take unless it says otherwise.
+    """
+
+    def __init__(self, role: str, members: Sequence[Member], timeout: float) -> None:
+        self.role = role
+        self.members = list(members)
+        self.timeout = timeout
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def handles(self) -> list[ActorHandle]:
+        return [member.handle for member in self.members]
+
+    def submit(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> PendingCall:
+        """Start a method in every member.
+
+        Args:
+            method: its name.
+            args: the same for all.
+            per_rank: if given, one more first argument a member, its own.
+        """
+        if per_rank is not None and len(per_rank) != len(self.members):
+            raise ValueError(f"{len(per_rank)} per-rank arguments for {len(self.members)} {self.role} ranks")
+        calls = {}
+        for rank, member in enumerate(self.members):
+            own = () if per_rank is None else (per_rank[rank],)
+            calls[getattr(member.handle, method).remote(*own, *args)] = member
+        return PendingCall(method, calls)
+
+    def call(
+        self, method: str, *args: Any, per_rank: Sequence[Any] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """:meth:`submit` and wait; the answers in rank order."""
+        return self.submit(method, *args, per_rank=per_rank).result(self.timeout if timeout is None else timeout)
+
+    def kill(self) -> None:
+        """End all members at once, whatever they are doing."""
+        for member in self.members:
+            ray.kill(member.handle, no_restart=True)

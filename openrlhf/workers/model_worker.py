@@ -1,0 +1,352 @@
+"""Model workers: one Ray actor a rank, each with a DeepSpeed engine. Few coarse methods, called on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from openrlhf.config import PPOConfig
+from openrlhf.utils.process import host_address, redirect_output
+from openrlhf.workers.messages import StepBatch
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from openrlhf.algorithms.metrics import MetricSum
+    from openrlhf.batching.microbatch import MicroBatch
+    from openrlhf.workers.deepspeed_engine import TrainEngine
+
+# torch, DeepSpeed and the model code are imported inside the methods: the visible devices and the number of threads
+# must be set before, and the driver, which imports these classes to start them, needs none of it.
+
+
+class ModelWorker:
+    """What all roles have in common: process set-up, forward passes, offload.
+
+    Args:
+        role: "actor", "critic", "ref" or "reward".
+        rank: among the processes of the role.
+        world_size: their number.
+        log_file: where everything that this process prints goes.
+        visible_devices: CUDA_VISIBLE_DEVICES, or None without GPUs.
+    """
+
+    def __init__(
+        self, role: str, rank: int, world_size: int, log_file: str, visible_devices: str | None
+    ) -> None:
+        redirect_output(log_file)
+        if visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
+        self.cfg: PPOConfig
+        self.engine: TrainEngine
+        self._store: Any = None
+
+    # --- set-up ---------------------------------------------------------------------------------------------------
+
+    def open_store(self) -> tuple[str, int]:
+        """On rank 0: open the meeting point of the ranks on a port that the system chose, and keep it."""
+        from openrlhf.workers.rendezvous import open_store
+
+        host = host_address()
+        self._store = open_store(host, self.world_size)
+        return host, int(self._store.port)
+
+    def join(self, host: str, port: int, timeout: float) -> None:
+        """Form the process group of the role."""
+        from openrlhf import platform
+        from openrlhf.workers.rendezvous import join_group
+
+        platform.prepare_process(threads=1 if platform.device_type() == "cpu" else None)
+        platform.set_device(0)
+        join_group(self.rank, self.world_size, host, port, timeout, store=self._store)
+
+    def load(self, cfg: PPOConfig, total_steps: int) -> dict[str, Any]:
+        """Build the model and its engine.
+
+        Args:
+            cfg: the run's configuration.
+            total_steps: optimizer steps that the learning-rate schedule spans.
+
+        Returns:
+            A few facts for the log: number of parameters, device.
+        """
+        self.cfg = cfg
+        started = time.monotonic()
+        self.engine = self._build(cfg, total_steps)
+        return {
+            "role": self.role,
+            "rank": self.rank,
+            "device": str(self.engine.device),
+            "load_seconds": time.monotonic() - started,
+        }
+
+    def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
+        raise NotImplementedError
+
+    # --- work -----------------------------------------------------------------------------------------------------
+
+    def forward(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+        """Run without gradients; one float32 array a micro-batch, per token or (reward) per sequence."""
+        import torch
+
+        self.engine.eval()
+        outputs = []
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                outputs.append(self._forward_one(micro_batch.to(self.engine.device)))
+        return [output.float().cpu().numpy() for output in outputs]
+
+    def _forward_one(self, batch: MicroBatch) -> Any:
+        raise NotImplementedError
+
+    def offload(self) -> None:
+        """Move what is not needed until the next call to CPU memory."""
+        from openrlhf import platform
+
+        self.engine.offload_states()
+        platform.empty_cache()
+
+    def reload(self) -> None:
+        """Bring back what :meth:`offload` moved away."""
+        self.engine.reload_states()
+
+    def memory(self) -> Any:
+        """Memory figures of this process and its device."""
+        from openrlhf import platform
+
+        return platform.memory_stats()
+
+
+class TrainedWorker(ModelWorker):
+    """A role with an optimizer: training steps and checkpoints."""
+
+    prefix = ""
+    """Of the metrics ``lr`` and ``grad_norm``."""
+
+    def train(self, steps: Sequence[StepBatch]) -> MetricSum:
+        """Run optimizer steps; the same number on all ranks.
+
+        Returns:
+            This rank's part of the metrics, to be merged with the other ranks'.
+
+        Raises:
+            FloatingPointError: a NaN or infinity in an output, a loss or a gradient; the step is not taken.
+        """
+        from openrlhf.algorithms.metrics import STEP, MetricSum
+
+        self.engine.train()
+        metrics = MetricSum()
+        for step in steps:
+            for index, micro_batch in enumerate(step.micro_batches):
+                loss, part = self._loss(micro_batch.to(self.engine.device), step)
+                self.engine.backward(loss, last=index == len(step.micro_batches) - 1)
+                metrics = metrics.merge(part)
+            stats = self.engine.step()
+            metrics.add(f"{self.prefix}_grad_norm", stats.grad_norm, 1.0, STEP)
+            metrics.set_latest(f"{self.prefix}_lr", stats.lr)
+        return metrics.to_numbers()
+
+    def _loss(self, batch: MicroBatch, step: StepBatch) -> tuple[Any, MetricSum]:
+        raise NotImplementedError
+
+    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any]) -> None:
+        """Write a resumable checkpoint; complete, or not there."""
+        self.engine.save_checkpoint(folder, tag, client_state)
+
+    def load_checkpoint(self, folder: str, tag: str | None = None) -> dict[str, Any]:
+        """Restore model, optimizer, schedule and random states; returns what was saved as client state."""
+        return self.engine.load_checkpoint(folder, tag)
+
+    def save_hf(self, folder: str) -> None:
+        """Write a Hugging Face folder, tokenizer included."""
+        from openrlhf.models import load_tokenizer
+
+        self.engine.save_hf(folder, load_tokenizer(self.cfg.pretrain, use_fast=not self.cfg.disable_fast_tokenizer))
+
+
+class PolicyWorker(TrainedWorker):
+    """A rank of the actor."""
+
+    prefix = "actor"
+
+    def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
+        from openrlhf.models import PolicyModel, load_causal_lm
+        from openrlhf.workers.deepspeed_engine import TrainEngine
+        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
+        from openrlhf.workers.objectives import PolicyObjective
+
+        self.objective = PolicyObjective(cfg)
+        model = load_causal_lm(cfg.pretrain, cfg)
+        return TrainEngine(
+            PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > 0),
+            cfg,
+            optimizer=OptimizerSpec(cfg.actor_learning_rate, cfg.adam_betas, cfg.adam_eps, cfg.l2),
+            scheduler=SchedulerSpec(cfg.lr_scheduler, total_steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
+        )
+
+    def _forward_one(self, batch: MicroBatch) -> Any:
+        return self.engine(batch, temperature=self.cfg.temperature).logprobs
+
+    def _loss(self, batch: MicroBatch, step: StepBatch) -> tuple[Any, MetricSum]:
+        from openrlhf.workers.objectives import check_finite
+
+        outputs = self.engine(
+            batch, temperature=self.cfg.temperature, entropy=self.objective.needs_entropy
+        )
+        check_finite(batch, outputs.logprobs, "the policy's log-probability")
+        result = self.objective(batch, step, outputs.logprobs, outputs.entropy, outputs.aux_loss)
+        return result.loss, result.metrics
+
+    # --- weight sync ----------------------------------------------------------------------------------------------
+
+    def connect_engines(
+        self, handles: Sequence[ActorHandle], transport: str, workers_per_engine: int, timeout: float
+    ) -> None:
+        """Open the weight transfer to the engines."""
+        from openrlhf.engines.weight_sync.sender import open_sender
+        from openrlhf.engines.weight_sync.source import TrainerSource
+
+        self._sender = open_sender(
+            transport,
+            TrainerSource(self.engine),
+            handles,
+            workers_per_engine=workers_per_engine,
+            rank=self.rank,
+            timeout=timeout,
+        )
+
+    def sync_weights(self) -> float:
+        """Send all weights to all engines; returns the seconds it took."""
+        started = time.monotonic()
+        self._sender.send_weights()
+        return time.monotonic() - started
+
+    def probe(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Log-probs at temperature 1 of a text's tokens: float32[T], 0 for the first."""
+        import torch
+
+        from openrlhf.batching.microbatch import pack
+
+        self.engine.eval()
+        batch = pack([np.asarray(token_ids)], {}, [0]).to(self.engine.device)
+        with torch.no_grad():
+            return self.engine(batch, temperature=1.0).logprobs.float().cpu().numpy()
+
+
+class CriticWorker(TrainedWorker):
+    """A rank of the critic."""
+
+    prefix = "critic"
+
+    def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
+        from openrlhf.models import ValueModel, load_sequence_regression
+        from openrlhf.workers.deepspeed_engine import TrainEngine
+        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
+        from openrlhf.workers.objectives import ValueObjective
+
+        own = critic_options(cfg)
+        self.objective = ValueObjective(cfg)
+        path = cfg.critic_pretrain or cfg.pretrain
+        model = load_sequence_regression(
+            path, cfg, head_prefix=cfg.value_head_prefix, init_head=path == cfg.pretrain
+        )
+        return TrainEngine(
+            ValueModel(model, packing=cfg.packing_samples),
+            own,
+            optimizer=OptimizerSpec(cfg.critic_learning_rate, own.adam_betas, own.adam_eps, own.l2),
+            scheduler=SchedulerSpec(own.lr_scheduler, total_steps, own.lr_warmup_ratio, own.min_lr_ratio),
+        )
+
+    def _forward_one(self, batch: MicroBatch) -> Any:
+        return self.engine(batch)
+
+    def _loss(self, batch: MicroBatch, step: StepBatch) -> tuple[Any, MetricSum]:
+        from openrlhf.workers.objectives import check_finite
+
+        values = self.engine(batch)
+        check_finite(batch, values, "the critic's value")
+        result = self.objective(batch, step, values)
+        return result.loss, result.metrics
+
+
+def critic_options(cfg: PPOConfig) -> PPOConfig:
+    """The configuration with the critic's own optimizer flags, where given, in the place of the actor's."""
+    names = ("max_norm", "l2", "adam_betas", "adam_eps", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio")
+    own = {name: getattr(cfg, f"critic_{name}") for name in names}
+    return dataclasses.replace(cfg, **{name: value for name, value in own.items() if value is not None})
+
+
+class ReferenceWorker(ModelWorker):
+    """A rank of the frozen reference policy."""
+
+    def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
+        from openrlhf.models import PolicyModel, load_causal_lm
+        from openrlhf.workers.deepspeed_engine import TrainEngine
+
+        model = load_causal_lm(cfg.pretrain, cfg)
+        return TrainEngine(PolicyModel(model, packing=cfg.packing_samples), cfg, optimizer=None, scheduler=None)
+
+    def _forward_one(self, batch: MicroBatch) -> Any:
+        return self.engine(batch, temperature=self.cfg.temperature).logprobs
+
+
+class RewardWorker(ModelWorker):
+    """A rank of the reward model; answers one score a sequence."""
+
+    def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
+        from openrlhf.models import RewardModel, load_sequence_regression
+        from openrlhf.workers.deepspeed_engine import TrainEngine
+
+        assert cfg.reward_pretrain is not None
+        model = load_sequence_regression(
+            cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, init_head=False
+        )
+        reward = RewardModel(model, packing=cfg.packing_samples, normalize=cfg.normalize_reward)
+        return TrainEngine(reward, cfg, optimizer=None, scheduler=None)
+
+    def _forward_one(self, batch: MicroBatch) -> Any:
+        return self.engine(batch)
+
+
+ROLE_WORKERS: dict[str, type[ModelWorker]] = {
+    "actor": PolicyWorker,
+    "critic": CriticWorker,
+    "ref": ReferenceWorker,
+    "reward": RewardWorker,
+}
+
+
+def start_group(role: str, cluster: Any, log_dir: str, timeout: float) -> Any:
+    """Start the processes of a role in their bundles and form their process group.
+
+    Args:
+        role: a key of :data:`ROLE_WORKERS`.
+        cluster: the placed :class:`~openrlhf.workers.cluster.Cluster`.
+        log_dir: each rank writes to ``<log_dir>/<role>-<rank>.log``.
+        timeout: seconds that any call to the group may take.
+    """
+    from openrlhf.workers.group import Member, WorkerGroup
+
+    world_size = next(r.processes for r in cluster.plan.group_of(role).roles if r.name == role)
+    actor_class = ray.remote(ROLE_WORKERS[role])
+    members = []
+    for rank in range(world_size):
+        log_file = os.path.join(log_dir, f"{role}-{rank}.log")
+        handle = actor_class.options(**cluster.actor_options(role, rank)).remote(
+            role, rank, world_size, log_file, cluster.visible_devices(role, rank)
+        )
+        members.append(Member(f"{role} rank {rank}", handle, log_file))
+    group = WorkerGroup(role, members, timeout)
+    host, port = ray.get(members[0].handle.open_store.remote(), timeout=timeout)
+    group.call("join", host, port, timeout)
+    return group

@@ -1,0 +1,199 @@
+"""Which processes share which devices: a pure function from the configuration. Knows nothing of Ray.
+
+A *device* is a GPU or, on a machine without GPUs, a quarter of a CPU core (``CPU_SHARE``), so that the same flags
+describe a laptop and a cluster. A *group* becomes one Ray placement group with one bundle a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from openrlhf.config import PPOConfig
+
+CPU_SHARE = 0.25
+"""CPU cores that count as one device where there are no GPUs."""
+
+
+class PlacementError(ValueError):
+    """The asked-for placement can't exist; the message says what was asked for and what there is."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A model (or the engines) and the number of processes it needs."""
+
+    name: str
+    processes: int
+    devices_per_process: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.processes * self.devices_per_process
+
+
+@dataclass(frozen=True)
+class Group:
+    """Roles that share devices: each of the ``devices`` holds one process of every role."""
+
+    roles: tuple[Role, ...]
+
+    @property
+    def name(self) -> str:
+        return "+".join(role.name for role in self.roles)
+
+    @property
+    def devices(self) -> int:
+        return max(role.devices for role in self.roles)
+
+    @property
+    def share(self) -> float:
+        """The part of a device that one process books with Ray; rounded down so that all fit."""
+        return math.floor(100 / len(self.roles)) / 100
+
+    def bundles_of(self, role_name: str, process: int) -> range:
+        """The bundles (devices) of one process of a role."""
+        role = next(role for role in self.roles if role.name == role_name)
+        return range(process * role.devices_per_process, (process + 1) * role.devices_per_process)
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """All groups of a run."""
+
+    groups: tuple[Group, ...]
+    device: str
+    """The Ray resource that is a device: "GPU" or "CPU"."""
+
+    def group_of(self, role_name: str) -> Group:
+        for group in self.groups:
+            if any(role.name == role_name for role in group.roles):
+                return group
+        raise KeyError(f"no role {role_name!r} in this plan; roles: {', '.join(self.role_names)}")
+
+    @property
+    def role_names(self) -> list[str]:
+        return [role.name for group in self.groups for role in group.roles]
+
+    @property
+    def devices(self) -> int:
+        return sum(group.devices for group in self.groups)
+
+    def bundle_resources(self) -> dict[str, float]:
+        """What one bundle books with Ray."""
+        return {"GPU": 1.0, "CPU": 1.0} if self.device == "GPU" else {"CPU": CPU_SHARE}
+
+    def process_resources(self, group: Group) -> dict[str, float]:
+        """What one process of a group books inside its bundle."""
+        return {key: value * group.share for key, value in self.bundle_resources().items()}
+
+    def describe(self) -> str:
+        """One line a group: who shares how many devices."""
+        unit = "GPU" if self.device == "GPU" else f"CPU share ({CPU_SHARE:g} core)"
+        lines = []
+        for group in self.groups:
+            members = ", ".join(
+                f"{role.name} {role.processes}"
+                + (f"x{role.devices_per_process}" if role.devices_per_process > 1 else "")
+                for role in group.roles
+            )
+            lines.append(f"  {group.devices} x {unit}: {members}")
+        return "\n".join(lines)
+
+
+def roles_of(cfg: PPOConfig) -> dict[str, Role]:
+    """The roles that a configuration needs, by name, in the order they are started.
+
+    No reference model without a KL coefficient, no critic without GAE, no reward model when rewards come from a
+    function, a server or an agent.
+    """
+    roles = {"actor": Role("actor", cfg.actor_num_nodes * cfg.actor_num_gpus_per_node)}
+    if cfg.init_kl_coef > 0:
+        roles["ref"] = Role("ref", cfg.ref_num_nodes * cfg.ref_num_gpus_per_node)
+    if cfg.advantage_estimator == "gae":
+        roles["critic"] = Role("critic", cfg.critic_num_nodes * cfg.critic_num_gpus_per_node)
+    if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
+        roles["reward"] = Role("reward", cfg.reward_num_nodes * cfg.reward_num_gpus_per_node)
+    roles["engine"] = Role("engine", cfg.vllm_num_engines, cfg.vllm_tensor_parallel_size)
+    return roles
+
+
+def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
+    """Decide which roles share devices.
+
+    Args:
+        cfg: a validated configuration.
+        device: "GPU" or "CPU", the resource that counts as a device.
+
+    Raises:
+        PlacementError: roles that must share devices need different numbers of them.
+    """
+    roles = roles_of(cfg)
+    together: list[list[str]] = []
+    if cfg.colocate_all_models:
+        shared = [name for name in roles if name != "engine" or not cfg.async_train]
+        together.append(shared)
+    else:
+        if cfg.colocate_actor_ref:
+            together.append(["actor", "ref"])
+        if cfg.colocate_critic_reward:
+            together.append(["critic", "reward"])
+    groups: list[Group] = []
+    placed: set[str] = set()
+    for names in together:
+        members = tuple(roles[name] for name in names if name in roles)
+        if members:
+            groups.append(Group(members))
+            placed.update(role.name for role in members)
+    groups.extend(Group((role,)) for name, role in roles.items() if name not in placed)
+    for group in groups:
+        if len({role.devices for role in group.roles}) > 1:
+            sizes = ", ".join(f"{role.name} {role.devices}" for role in group.roles)
+            raise PlacementError(
+                f"roles that share devices need the same number of them, but: {sizes}. "
+                "Make the --*_num_nodes and --*_num_gpus_per_node flags agree "
+                "(engines: --vllm_num_engines times --vllm_tensor_parallel_size), or don't colocate them."
+            )
+    return PlacementPlan(groups=tuple(groups), device=device)
+
+
+def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Refuse a plan that the cluster can never hold.
+
+    Args:
+        plan: what is asked for.
+        nodes: the total resources of every living node, as Ray counts them.
+
+    Raises:
+        PlacementError: naming what was asked for and what each node has.
+    """
+    bundle = plan.bundle_resources()
+    capacity = [
+        min(math.floor(node.get(key, 0.0) / value + 1e-9) for key, value in bundle.items()) for node in nodes
+    ]
+    problems = []
+    if sum(capacity) < plan.devices:
+        problems.append(f"it needs {plan.devices} devices in all and the cluster has {sum(capacity)}")
+    largest = max(capacity, default=0)
+    for group in plan.groups:
+        for role in group.roles:
+            if role.devices_per_process > largest:
+                problems.append(
+                    f"one {role.name} process needs {role.devices_per_process} devices of one node "
+                    f"and the largest node has {largest}"
+                )
+    if problems:
+        have = "\n".join(
+            f"  node {index}: "
+            + ", ".join(f"{key} {node.get(key, 0.0):g}" for key in ("GPU", "CPU"))
+            + f" = {count} devices"
+            for index, (node, count) in enumerate(zip(nodes, capacity, strict=True))
+        )
+        raise PlacementError(
+            "this placement does not fit: "
+            + "; ".join(problems)
+            + f".\nAsked for:\n{plan.describe()}\nThe cluster has:\n{have or '  no nodes'}\n"
+            "Ask for fewer devices (--actor_num_gpus_per_node and its kin, --vllm_num_engines), share them "
+            "(--colocate_all_models, --colocate_actor_ref), or add nodes."
+        )
