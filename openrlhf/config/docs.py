@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from openrlhf.config.commands import COMMANDS
@@ -93,7 +94,9 @@ def generate() -> str:
     ]
     if NOT_YET:
         lines += ["", "## Refused for now", "", "| flag | why | instead |", "|---|---|---|"]
-        lines += [f"| `--{flag}` | {entry.reason} | {entry.instead} |" for flag, entry in NOT_YET.items()]
+        lines += [
+            f"| `--{flag}` | {entry.reason} | {entry.instead} |" for flag, entry in sorted(NOT_YET.items())
+        ]
     lines += [
         "",
         "## Names of verl and slime",
@@ -143,9 +146,9 @@ def _row(spec: FlagSpec) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def main() -> int:
-    """Write docs/flags.md of this checkout."""
-    path = Path(__file__).parents[2] / "docs" / "flags.md"
+def main(argv: Sequence[str]) -> int:
+    """Write the page to the path given, else to docs/flags.md of this checkout."""
+    path = Path(argv[0]) if argv else Path(__file__).parents[2] / "docs" / "flags.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(generate(), encoding="utf-8")
     print(path)
@@ -153,4 +156,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

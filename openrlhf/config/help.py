@@ -68,7 +68,7 @@ def format_help(command: str) -> str:
         lines += ["", f"{title}:"]
         for spec in specs:
             lines += _format_flag(spec)
-    return "\n".join([*lines, "", "Example:", f"  openrlhf {command} {COMMANDS[command].example}"])
+    return "\n".join([*lines, "", "Example:", f"  openrlhf {command} \\\n    {COMMANDS[command].example}"])
 
 
 def _format_flag(spec: FlagSpec) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from openrlhf.config.commands import CommandConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_specs
-from openrlhf.config.options_algorithm import GROUP_ESTIMATORS
+from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
 from openrlhf.config.values import show_value
 
@@ -176,9 +176,9 @@ def _critic(changer: _Changer, cfg: PPOConfig) -> None:
             changer.set("critic_pretrain", cfg.reward_pretrain.split(",")[0].strip(), "as --reward_pretrain")
         else:
             changer.set("critic_pretrain", cfg.pretrain, "as --pretrain")
-    for name in flag_specs(PPOConfig):
+    for name in flag_specs(ActorCriticOptions):
         shared = name.removeprefix("critic_")
-        if shared != name and shared in flag_specs(PPOConfig):
+        if name != "critic_pretrain" and shared != name and hasattr(cfg, shared):
             changer.fill(name, getattr(cfg, shared), f"as --{shared}")
 
 

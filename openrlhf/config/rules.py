@@ -25,7 +25,6 @@ from openrlhf.config.problems import Violation
 from openrlhf.config.rules_ppo import check_ppo, explain_division, nearest_multiples
 from openrlhf.config.unsupported import unsupported
 
-
 # Without these being sound numbers, the arithmetic of batches means nothing.
 BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "ds_tensor_parallel_size"}
 
@@ -180,7 +179,7 @@ def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: st
     if len(probabilities) != count:
         problem = f"has {len(probabilities)} numbers for {count} sources"
         yield Violation(probs_flag, problem, f"give one for each source of --{data_flag}")
-    if min(probabilities) < 0 or abs(sum(probabilities) - 1) > 1e-6:
+    elif min(probabilities) < 0 or abs(sum(probabilities) - 1) > 1e-6:
         problem = f"{text}: probabilities are 0 or more and sum to 1, these to {sum(probabilities):g}"
         yield Violation(probs_flag, problem, "divide them by their sum")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from openrlhf.config import parse_cli
 from openrlhf.config.parser import Parsed, parse
 

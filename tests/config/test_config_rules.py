@@ -1,0 +1,532 @@
+"""Every rule: what breaks it is refused by name with a mend, and what keeps it passes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from config_cases import REQUIRED, failing, parsed, violations, write
+
+from openrlhf.config import PPOConfig, parse, parse_cli
+from openrlhf.config.limits import LIMITS
+from openrlhf.config.unsupported import NOT_YET
+
+PPO = "train_ppo_ray"
+NO_REWARD = REQUIRED[PPO][:4]
+
+
+def ppo_without_reward(*flags: str) -> dict[str, str]:
+    return {v.flag: f"{v.problem} -> {v.fix}" for v in parse(PPO, [*NO_REWARD, *flags]).violations}
+
+
+class TestCombinationsInUse:
+    """The three combinations that users rely on, as they write them."""
+
+    def test_hybrid_engine(self) -> None:
+        flags = """--actor_num_gpus_per_node 8 --critic_num_gpus_per_node 8 --ref_num_gpus_per_node 8
+            --reward_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 2
+            --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep
+            --vllm_gpu_memory_utilization 0.5""".split()
+        result = parsed(PPO, *flags)
+        assert not result.violations and not result.notes
+        assert result.config.vllm_enable_sleep and result.config.deepspeed_enable_sleep
+
+    def test_reinforce_baseline_with_kl_loss(self) -> None:
+        flags = """--advantage_estimator reinforce_baseline --n_samples_per_prompt 8 --init_kl_coef 1e-5
+            --use_kl_loss --kl_estimator k2""".split()
+        result = parsed(PPO, *flags)
+        assert not result.violations and not result.notes
+        assert result.config.critic_pretrain is None
+
+    def test_dynamic_filtering(self) -> None:
+        flags = (
+            "--dynamic_filtering --dynamic_filtering_reward_range 0.0 1.0 --n_samples_per_prompt 8".split()
+        )
+        result = parsed(PPO, *flags)
+        assert not result.violations and not result.notes
+
+
+@pytest.mark.parametrize("command", REQUIRED)
+def test_defaults_are_valid(command: str) -> None:
+    result = parsed(command)
+    assert not result.violations and not result.notes
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("train_sft", {"pretrain", "dataset"}),
+        ("train_rm", {"pretrain", "dataset"}),
+        ("train_dpo", {"pretrain", "dataset"}),
+        (PPO, {"pretrain", "prompt_data", "remote_rm_url"}),
+        ("serve_rm", {"reward_pretrain"}),
+        ("lora_combiner", {"model_path", "lora_path", "output_path"}),
+    ],
+)
+def test_required(command: str, missing: set[str]) -> None:
+    assert {v.flag for v in parse(command, []).violations} == missing
+
+
+class TestGroups:
+    @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+    def test_group_estimators_need_several_samples(
+        self, capsys: pytest.CaptureFixture[str], estimator: str
+    ) -> None:
+        message = failing(capsys, PPO, "--advantage_estimator", estimator)
+        assert "1 problem" in message and "--n_samples_per_prompt" in message and estimator in message
+        assert not violations(PPO, "--advantage_estimator", estimator, "--n_samples_per_prompt", "2")
+
+    @pytest.mark.parametrize("estimator", ["gae", "reinforce", "flash_reinforce"])
+    def test_others_do_not(self, estimator: str) -> None:
+        assert not violations(PPO, "--advantage_estimator", estimator)
+
+    @pytest.mark.parametrize("n", ["0", "-1"])
+    @pytest.mark.parametrize("estimator", ["gae", "rloo", "group_norm"])
+    def test_no_samples(self, n: str, estimator: str) -> None:
+        found = violations(PPO, "--advantage_estimator", estimator, "--n_samples_per_prompt", n)
+        assert found == {"n_samples_per_prompt": f"is {n} -> must be 1 or more"}
+
+    def test_dynamic_filtering_needs_several_samples(self) -> None:
+        assert "groups of 1" in violations(PPO, "--dynamic_filtering")["n_samples_per_prompt"]
+
+    def test_dynamic_filtering_needs_scores(self) -> None:
+        flags = ["--dynamic_filtering", "--n_samples_per_prompt", "2"]
+        found = ppo_without_reward("--reward_pretrain", "org/rm", *flags)
+        assert "before the models run" in found["dynamic_filtering"]
+        assert "dynamic_filtering" in ppo_without_reward(*flags)
+
+
+OUT_OF_RANGE = [
+    ("kl_target", "0"),
+    ("kl_target", "-1"),
+    ("kl_horizon", "0"),
+    ("kl_horizon", "-1"),
+    ("temperature", "0"),
+    ("eval_temperature", "-0.1"),
+    ("top_p", "0"),
+    ("top_p", "1.1"),
+    ("top_k", "-2"),
+    ("gamma", "1.01"),
+    ("gamma", "-0.1"),
+    ("lambd", "1.5"),
+    ("eps_clip", "0"),
+    ("eps_clip", "1"),
+    ("dual_clip", "1"),
+    ("value_clip", "0"),
+    ("zero_stage", "4"),
+    ("zero_stage", "-1"),
+    ("max_len", "0"),
+    ("max_epochs", "0"),
+    ("save_steps", "0"),
+    ("eval_steps", "-2"),
+    ("logging_steps", "0"),
+    ("max_steps", "0"),
+    ("train_batch_size", "0"),
+    ("micro_train_batch_size", "-4"),
+    ("rollout_batch_size", "0"),
+    ("vllm_num_engines", "0"),
+    ("vllm_tensor_parallel_size", "0"),
+    ("vllm_gpu_memory_utilization", "0"),
+    ("vllm_gpu_memory_utilization", "1.5"),
+    ("async_queue_size", "0"),
+    ("actor_learning_rate", "0"),
+    ("actor_learning_rate", "inf"),
+    ("lr_warmup_ratio", "1.2"),
+    ("min_lr_ratio", "-0.1"),
+    ("max_norm", "-1"),
+    ("l2", "-0.1"),
+    ("ema_beta", "1"),
+    ("lora_dropout", "1"),
+    ("stop_properly_penalty_coef", "1.1"),
+    ("overlong_buffer_len", "0"),
+    ("init_kl_coef", "-0.01"),
+    ("freezing_actor_steps", "-2"),
+    ("max_ckpt_num", "0"),
+    ("rollout_timeout", "0"),
+    ("start_timeout", "-5"),
+    ("dynamic_filtering_max_rounds", "0"),
+    ("vllm_cpu_kvcache_gib", "0"),
+    ("eval_n_samples_per_prompt", "0"),
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), OUT_OF_RANGE)
+def test_out_of_range(flag: str, value: str) -> None:
+    found = violations(PPO, f"--{flag}", value)
+    assert set(found) == {flag}
+    assert f"must be {LIMITS[flag]}" in found[flag]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("kl_target", "0.1"),
+        ("eval_temperature", "0"),
+        ("top_k", "-1"),
+        ("top_k", "50"),
+        ("gamma", "0"),
+        ("lambd", "0.95"),
+        ("dual_clip", "1.0001"),
+        ("zero_stage", "0"),
+        ("max_norm", "0"),
+        ("stop_properly_penalty_coef", "-0.5"),
+        ("vllm_gpu_memory_utilization", "1"),
+        ("max_ckpt_mem", "inf"),
+        ("min_lr_ratio", "0"),
+    ],
+)
+def test_just_in_range(flag: str, value: str) -> None:
+    assert not violations(PPO, f"--{flag}", value)
+
+
+def test_limits_are_of_real_flags() -> None:
+    from openrlhf.config import COMMANDS
+    from openrlhf.config.flag import flag_specs
+
+    flags = {name: spec for c in COMMANDS.values() for name, spec in flag_specs(c.config).items()}
+    assert set(LIMITS) <= set(flags)
+    assert all(flags[name].kind in (int, float) for name in LIMITS)
+    # No number is left unchecked but for those that are free by nature.
+    free = {"local_rank", "entropy_loss_coef", "ptx_coef"}
+    ranges = {
+        "eps_clip_low_high",
+        "reward_clip_range",
+        "dynamic_filtering_reward_range",
+        "vllm_is_truncated_threshold",
+    }
+    numbers = {name for name, spec in flags.items() if spec.kind in (int, float)}
+    assert numbers - set(LIMITS) == free | ranges
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "sentence"),
+    [
+        ("--dynamic_filtering_reward_range 1 0", "dynamic_filtering_reward_range", "empty range"),
+        ("--dynamic_filtering_reward_range 1 1", "dynamic_filtering_reward_range", "empty range"),
+        ("--reward_clip_range 10 -10", "reward_clip_range", "empty range"),
+        ("--eps_clip_low_high 0 0.2", "eps_clip_low_high", "above 0"),
+        ("--eps_clip_low_high 1.2 0.2", "eps_clip_low_high", "below 1"),
+        ("--vllm_is_truncated_threshold 5 0.5", "vllm_is_truncated_threshold", "empty range"),
+        ("--vllm_is_truncated_threshold -1 5", "vllm_is_truncated_threshold", "never negative"),
+        ("--lr_scheduler nonsense", "lr_scheduler", "one of cosine_with_min_lr"),
+        ("--critic.lr_scheduler nonsense", "critic_lr_scheduler", "one of cosine_with_min_lr"),
+        ("--vllm_sync_backend whatever", "vllm_sync_backend", "must be one of nccl, gloo"),
+        ("--zpg 4", "zpg", "use --zero_stage 3"),
+        ("--disable_ds_ckpt --save_steps 5", "disable_ds_ckpt", "add --save_hf_ckpt"),
+        ("--vllm_generate_batch_size 2048", "vllm_generate_batch_size", "--async_train"),
+        ("--max_new_tokens 2048", "max_len", "no room for a prompt"),
+        ("--max_new_tokens 10 --generate_max_len 20", "generate_max_len", "max_new_tokens"),
+        ("--max_new_tokens 100 --overlong_buffer_len 101", "overlong_buffer_len", "use 100 or less"),
+        ("--overlong_buffer_len 2049", "overlong_buffer_len", "--max_len 2048"),
+        ("--prompt_max_len 1024 --generate_max_len 1024 --max_len 2000", "max_len", "2048 or more"),
+    ],
+)
+def test_ppo_values_that_do_not_fit(flags: str, flag: str, sentence: str) -> None:
+    found = violations(PPO, *flags.split())
+    assert set(found) == {flag} and sentence in found[flag]
+
+
+class TestBatches:
+    def test_train_batch_names_the_numbers_and_the_next_valid_ones(self) -> None:
+        found = violations(PPO, "--train_batch_size", "100", "--rollout_batch_size", "1000")
+        assert found == {
+            "train_batch_size": "100 samples don't split into micro-batches of 4 on 8 ranks: 100 is no "
+            "multiple of 4 x 8 = 32 -> use --train_batch_size 96 or --train_batch_size 128"
+        }
+
+    def test_smallest_batch(self) -> None:
+        found = violations(PPO, "--train_batch_size", "8", "--rollout_batch_size", "8")
+        assert found["train_batch_size"].endswith("-> use --train_batch_size 32")
+
+    def test_rollout_is_a_multiple_of_the_batch(self) -> None:
+        found = violations(PPO, "--rollout_batch_size", "100", "--n_samples_per_prompt", "2")
+        assert found == {
+            "rollout_batch_size": "a rollout of 100 prompts x 2 responses = 200 samples is no multiple of "
+            "--train_batch_size 128 -> use --rollout_batch_size 64 or --rollout_batch_size 128"
+        }
+        for prompts in ("64", "128"):
+            assert not violations(PPO, "--rollout_batch_size", prompts, "--n_samples_per_prompt", "2")
+
+    def test_dynamic_batches_have_no_micro_batch_size(self) -> None:
+        flags = ["--use_dynamic_batch", "--micro_train_batch_size", "7", "--micro_rollout_batch_size", "9999"]
+        assert not violations(PPO, *flags)
+        assert "train_batch_size" in violations(
+            PPO, *flags, "--train_batch_size", "100", "--rollout_batch_size", "100"
+        )
+
+    def test_a_forward_micro_batch_for_every_rank(self) -> None:
+        flags = "--rollout_batch_size 32 --train_batch_size 32".split()
+        found = violations(PPO, *flags)
+        assert set(found) == {"micro_rollout_batch_size"} and "4 or less" in found["micro_rollout_batch_size"]
+        assert not violations(PPO, *flags, "--micro_rollout_batch_size", "4")
+
+    @pytest.mark.parametrize("command", ["train_sft", "train_rm", "train_dpo"])
+    def test_supervised_with_a_launcher(self, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+        flags = ["--train_batch_size", "24", "--micro_train_batch_size", "4"]
+        assert not violations(command, *flags)
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        assert (
+            "24 is no multiple of 4 x 4 = 16 -> use --train_batch_size 16 or --train_batch_size 32"
+            in (violations(command, *flags)["train_batch_size"])
+        )
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        assert not violations(command, *flags)
+
+    def test_all_at_once_with_other_problems(self) -> None:
+        found = violations("train_sft", "--train_batch_size", "9", "--multiturn", "--zero_stage", "5")
+        assert set(found) == {"train_batch_size", "multiturn", "zero_stage"}
+
+
+class TestPlacement:
+    def test_engines_share_the_policys_gpus(self) -> None:
+        flags = "--colocate_all_models --vllm_num_engines 3 --vllm_tensor_parallel_size 2".split()
+        found = violations(PPO, *flags)["colocate_all_models"]
+        assert "8 GPUs" in found and "3 engines x 2" in found and "are 6" in found
+
+    def test_number_of_engines_follows(self) -> None:
+        result = parsed(PPO, "--colocate_all_models", "--vllm_tensor_parallel_size", "2")
+        assert not result.violations and result.config.vllm_num_engines == 4
+
+    @pytest.mark.parametrize("shared", ["--colocate_all_models", "--colocate_actor_ref"])
+    def test_reference_of_another_size(self, shared: str) -> None:
+        flag = shared[2:]
+        sizes = ["--actor_num_gpus_per_node", "4", "--ref_num_gpus_per_node", "2"]
+        found = violations(PPO, shared, *sizes)
+        assert "ref has 1 x 2" in found[flag] and "actor 1 x 4" in found[flag]
+        assert not violations(PPO, shared, *sizes, "--init_kl_coef", "0")
+        assert not violations(PPO, shared, *sizes[:2])
+
+    def test_critic_and_reward_model(self) -> None:
+        flags = "--reward_pretrain org/rm --colocate_critic_reward --critic_num_gpus_per_node 2".split()
+        found = ppo_without_reward(*flags, "--reward_num_gpus_per_node", "4")
+        assert set(found) == {"colocate_critic_reward"}
+        assert not ppo_without_reward(*flags)
+        assert not ppo_without_reward(
+            *flags, "--reward_num_gpus_per_node", "4", "--advantage_estimator", "reinforce"
+        )
+
+    def test_ranks_divide_into_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
+        found = violations(PPO, "--ring_attn_size", "3")
+        assert "multiple of 3" in found["actor_num_gpus_per_node"]
+
+
+class TestRewards:
+    def test_none(self) -> None:
+        found = ppo_without_reward()
+        assert set(found) == {"remote_rm_url"} and "--agent_func_path" in found["remote_rm_url"]
+
+    def test_more_than_one(self, tmp_path: Path) -> None:
+        agent = write(tmp_path / "agent.py", "")
+        found = ppo_without_reward("--agent_func_path", agent, "--reward_pretrain", "org/rm")
+        assert "--agent_func_path and --reward_pretrain" in found["agent_func_path"]
+        assert "--critic_pretrain" in found["agent_func_path"]
+
+    def test_each_alone(self, tmp_path: Path) -> None:
+        python = write(tmp_path / "file.py", "")
+        assert not ppo_without_reward("--agent_func_path", python)
+        assert not ppo_without_reward("--remote_rm_url", python)
+        assert not ppo_without_reward("--remote_rm_url", "http://a:1/x, https://b/y")
+        assert not ppo_without_reward("--reward_pretrain", "org/rm")
+
+    @pytest.mark.parametrize(
+        ("flags", "flag", "sentence"),
+        [
+            (["--remote_rm_url", "nowhere.py"], "remote_rm_url", "no file nowhere.py"),
+            (["--remote_rm_url", "localhost:5000"], "remote_rm_url", "not a URL"),
+            (["--remote_rm_url", "http://a,b.py"], "remote_rm_url", "a list holds URLs only"),
+            (["--agent_func_path", "nowhere.py"], "agent_func_path", "no file nowhere.py"),
+            (["--agent_func_path", "agent.txt"], "agent_func_path", "not a .py file"),
+            (["--reward_pretrain", "a/b,c/d"], "reward_pretrain", "name one"),
+            (["--reward_pretrain", "a/b", "--eval_dataset", "c/d"], "eval_dataset", "serve_rm"),
+        ],
+    )
+    def test_wrong(self, flags: list[str], flag: str, sentence: str) -> None:
+        found = ppo_without_reward(*flags)
+        assert set(found) == {flag} and sentence in found[flag]
+
+    def test_custom_algorithms(self, tmp_path: Path) -> None:
+        assert "no file x.py" in violations(PPO, "--custom_algorithms", "x.py")["custom_algorithms"]
+        assert not violations(PPO, "--custom_algorithms", write(tmp_path / "x.py", ""))
+
+
+class TestPaths:
+    @pytest.mark.parametrize("flag", ["pretrain", "critic_pretrain"])
+    def test_models(self, tmp_path: Path, flag: str) -> None:
+        missing = str(tmp_path / "model")
+        assert "there is no folder" in violations(PPO, f"--{flag}", missing)[flag]
+        (tmp_path / "model").mkdir()
+        assert not violations(PPO, f"--{flag}", missing)
+
+    def test_said_once(self, tmp_path: Path) -> None:
+        assert set(violations("train_dpo", "--pretrain", str(tmp_path / "x"))) == {"pretrain"}
+        assert set(violations(PPO, "--pretrain", str(tmp_path / "x"))) == {"pretrain"}
+
+    @pytest.mark.parametrize(
+        ("source", "sentence"),
+        [
+            ("data.jsonl", "no file data.jsonl"),
+            ("./folder", "there is no ./folder"),
+            ("script.py", "no longer loaded by scripts"),
+            ("data.txt", "in lower case"),
+            ("data.JSONL", "in lower case"),
+            ("org/data,,org/more", "empty source"),
+        ],
+    )
+    def test_sources(self, source: str, sentence: str) -> None:
+        for command, flag in (("train_sft", "dataset"), (PPO, "prompt_data"), ("train_rm", "eval_dataset")):
+            assert sentence in violations(command, f"--{flag}", source)[flag]
+
+    def test_good_sources(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "data.jsonl", "{}\n")
+        assert not violations("train_sft", "--dataset", f"{file}, {tmp_path} ,org/data@sub")
+
+    def test_split_of_a_file(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "data.jsonl", "{}\n")
+        found = violations("train_sft", "--dataset", file, "--dataset_split", "test")
+        assert "only the split train" in found["dataset_split"]
+        # train_dpo's default is test; nobody asked for it.
+        result = parsed("train_dpo", "--eval_dataset", file)
+        assert not result.violations and result.config.eval_split == "train"
+        assert parsed("train_dpo", "--eval_dataset", "org/data").config.eval_split == "test"
+        assert "eval_split" in violations("train_dpo", "--eval_dataset", file, "--eval_split", "test")
+
+    def test_slices(self) -> None:
+        assert "slices" in violations("train_sft", "--dataset_split", "train[:50%]")["dataset_split"]
+
+    @pytest.mark.parametrize(
+        ("probabilities", "sentence"),
+        [
+            ("0.5", "1 numbers for 2 sources"),
+            ("0.5,0.6", "sum to 1"),
+            ("1.5,-0.5", "0 or more"),
+            ("a,b", "no list of numbers"),
+        ],
+    )
+    def test_probabilities(self, probabilities: str, sentence: str) -> None:
+        flags = ["--dataset", "a/b,c/d", "--dataset_probs"]
+        assert sentence in violations("train_sft", *flags, probabilities)["dataset_probs"]
+        assert not violations("train_sft", *flags, "0.25,0.75")
+
+    def test_folders(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "file", "")
+        assert "is a file" in violations("train_sft", "--save_path", f"{file}/model")["save_path"]
+        assert not violations("train_sft", "--save_path", str(tmp_path / "new" / "model"))
+        assert not (tmp_path / "new").exists()  # checked without creating it
+
+    def test_folder_without_rights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+        assert "can't be written" in violations("train_sft", "--ckpt_path", str(tmp_path / "c"))["ckpt_path"]
+
+
+class TestOthers:
+    @pytest.mark.parametrize(
+        ("command", "flags", "flag", "sentence"),
+        [
+            ("train_sft", "--multiturn", "multiturn", "--apply_chat_template"),
+            (
+                "train_sft",
+                "--multiturn --apply_chat_template --pretrain_mode",
+                "pretrain_mode",
+                "no turns to choose",
+            ),
+            ("train_rm", "--use_liger_kernel", "use_liger_kernel", "reward models"),
+            ("train_rm", "--loss hinge", "loss", "must be one of sigmoid, logexp"),
+            ("train_dpo", "--beta 0", "beta", "above 0"),
+            ("train_dpo", "--label_smoothing 0.5", "label_smoothing", "below 0.5"),
+            ("serve_rm", "--port 70000", "port", "65535"),
+            ("serve_rm", "--batch_size 0", "batch_size", "1 or more"),
+            (PPO, "--use_icepop --vllm_is_correction_type tis", "use_icepop", "contradicts"),
+            (
+                PPO,
+                "--vllm_is_correction_level seq --vllm_is_correction_mode clip",
+                "vllm_is_correction_mode",
+                "masked",
+            ),
+            (
+                PPO,
+                "--vllm_is_correction_level seq --vllm_is_correction_type tis",
+                "vllm_is_correction_type",
+                "seq-mask",
+            ),
+            (
+                PPO,
+                "--vllm_is_correction_level off --enable_vllm_is_correction",
+                "vllm_is_correction_level",
+                "is off",
+            ),
+            (
+                PPO,
+                "--use_icepop --vllm_is_correction_gating tv",
+                "vllm_is_truncated_threshold",
+                "upper bound only",
+            ),
+        ],
+    )
+    def test_refused(self, command: str, flags: str, flag: str, sentence: str) -> None:
+        found = violations(command, *flags.split())
+        assert set(found) == {flag} and sentence in found[flag]
+
+    def test_gating_needs_masking(self) -> None:
+        flags = "--enable_vllm_is_correction --vllm_is_correction_gating tv".split()
+        flags += ["--vllm_is_truncated_threshold", "0.1"]
+        assert "can't be clamped" in violations(PPO, *flags)["vllm_is_correction_gating"]
+        assert not violations(PPO, *flags, "--vllm_is_correction_type", "icepop")
+
+    def test_low_precision_only(self) -> None:
+        found = violations("serve_rm", "--load_in_4bit", "--param_dtype", "fp32")
+        assert "bf16" in found["load_in_4bit"]
+        found = violations("train_sft", "--ds_tensor_parallel_size", "2", "--param_dtype", "fp32")
+        assert "ds_tensor_parallel_size" in found
+
+    def test_missing_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import importlib.util
+
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "pip install modelscope" in violations("train_sft", "--use_ms")["use_ms"]
+        assert "pip install liger-kernel" in violations("train_sft", "--use_liger_kernel")["use_liger_kernel"]
+        result = parsed("train_sft", "--attn_implementation", "flash_attention_2")
+        assert result.config.attn_implementation == "auto" and "flash_attn" in result.notes[0]
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+        assert not violations("train_sft", "--use_ms", "--use_liger_kernel")
+        result = parsed("train_sft", "--attn_implementation", "flash_attention_2")
+        assert result.config.attn_implementation == "flash_attention_2" and not result.notes
+
+    def test_partial_rollout_belongs_to_async(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(NOT_YET, "partial_rollout", raising=False)
+        monkeypatch.delitem(NOT_YET, "async_train", raising=False)
+        assert "add --async_train" in violations(PPO, "--partial_rollout")["partial_rollout"]
+        assert not violations(PPO, "--partial_rollout", "--async_train")
+        flags = ["--async_train", "--colocate_all_models", "--vllm_enable_sleep"]
+        assert "can't sleep" in violations(PPO, *flags)["vllm_enable_sleep"]
+
+    def test_images(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(NOT_YET, "max_images_per_prompt", raising=False)
+        found = violations(PPO, "--max_images_per_prompt", "1", "--packing_samples")
+        assert set(found) == {"advantage_estimator", "packing_samples"}
+
+    def test_ring_attention_of_supervised_training_needs_packing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert "--packing_samples" in violations("train_sft", "--ring_attn_size", "2")["ring_attn_size"]
+        assert not violations("train_sft", "--ring_attn_size", "2", "--packing_samples")
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        found = violations("train_sft", "--ring_attn_size", "2", "--packing_samples")
+        assert "start 2 or 4 ranks" in found["ring_attn_size"]
+
+
+def test_features_that_are_not_there_are_refused() -> None:
+    defaults = PPOConfig()
+    for flag, entry in NOT_YET.items():
+        assert hasattr(defaults, flag)
+        assert not entry.asked(defaults)
+        assert entry.reason and entry.instead
+
+
+def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    parse_cli(PPO, [*REQUIRED[PPO], "--ptx_coef", "0.1"])
+    printed = capsys.readouterr()
+    assert printed.out == "" and "train_ppo_ray: note: --ptx_coef has no effect" in printed.err

@@ -1,0 +1,244 @@
+"""Automatic changes: each is made, told and recorded as the value's origin."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from config_cases import parsed
+
+from openrlhf.config.unsupported import NOT_YET
+
+PPO = "train_ppo_ray"
+
+
+def changed(flag: str, *flags: str, command: str = PPO) -> tuple[object, str, str]:
+    """Value and origin of a flag, and all notes as one text."""
+    result = parsed(command, *flags)
+    assert not result.violations, result.violations
+    return getattr(result.config, flag), result.origins[flag], " ".join(result.notes)
+
+
+class TestLengths:
+    """--prompt_max_len and --generate_max_len of the older releases."""
+
+    @pytest.mark.parametrize(
+        ("flags", "prompt", "response", "total"),
+        [
+            ("--prompt_max_len 100 --generate_max_len 200", 100, 200, 300),
+            ("--generate_max_len 8192", 1024, 8192, 9216),
+            ("--prompt_max_len 512", 512, 1024, 1536),
+            ("--prompt_max_len 512 --max_new_tokens 64", 512, 64, 576),
+            ("--prompt_max_len 100 --generate_max_len 200 --max_len 400", 100, 200, 400),
+            ("--generate_max_len 200 --max_len 400", None, 200, 400),
+            ("--max_new_tokens 64", None, 64, 2048),
+            ("--generate_max_len 64 --max_new_tokens 64 --prompt_max_len 64", 64, 64, 128),
+        ],
+    )
+    def test_limits(self, flags: str, prompt: int | None, response: int, total: int) -> None:
+        result = parsed(PPO, *flags.split())
+        assert not result.violations
+        config = result.config
+        assert (config.prompt_max_len, config.max_new_tokens, config.max_len) == (prompt, response, total)
+
+
+class TestCorrection:
+    @pytest.mark.parametrize(
+        ("flags", "enabled", "kind"),
+        [
+            ("", False, "tis"),
+            ("--enable_vllm_is_correction", True, "tis"),
+            ("--enable_vllm_is_correction --vllm_is_correction_type icepop", True, "icepop"),
+            ("--use_icepop", True, "icepop"),
+            ("--algo.advantage.is_correction_enable", True, "tis"),
+            (
+                "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type seq-mask-tis",
+                True,
+                "seq-mask-tis",
+            ),
+            ("--algo.advantage.is_correction_level token", True, "icepop"),
+            ("--algo.advantage.is_correction_level seq", True, "seq-mask-tis"),
+            (
+                "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip",
+                True,
+                "tis",
+            ),
+            ("--algo.advantage.is_correction_level off", False, "tis"),
+            ("--vllm_is_correction_mode mask", False, "tis"),
+        ],
+    )
+    def test_all_generations_of_flags(self, flags: str, enabled: bool, kind: str) -> None:
+        result = parsed(PPO, *flags.split())
+        assert not result.violations
+        config = result.config
+        assert (config.enable_vllm_is_correction, config.vllm_is_correction_type) == (enabled, kind)
+        alone = "is_correction_mode mask" in flags
+        assert any("alone changes nothing" in note for note in result.notes) == alone
+
+
+class TestCritic:
+    def test_other_estimators_have_none(self) -> None:
+        value, origin, notes = changed("critic_pretrain", "--advantage_estimator", "reinforce")
+        assert (value, notes) == (None, "")
+        value, origin, notes = changed(
+            "critic_pretrain", "--advantage_estimator", "reinforce", "--critic_pretrain", "a/b"
+        )
+        assert value is None and "automatic" in origin and "reinforce has no critic" in notes
+
+    def test_it_starts_from_the_policy_or_the_reward_model(self) -> None:
+        assert changed("critic_pretrain")[:2] == ("org/model", "automatic: as --pretrain")
+        assert changed("critic_pretrain", "--critic_pretrain", "a/b")[0] == "a/b"
+        from openrlhf.config import build
+
+        config = build(PPO, pretrain="a/b", prompt_data="c/d", reward_pretrain="org/rm")
+        assert config.critic_pretrain == "org/rm"
+
+    def test_its_optimizer_is_the_actors(self) -> None:
+        assert changed("critic_max_norm", "--max_norm", "3")[:2] == (3.0, "automatic: as --max_norm")
+        assert changed("critic_max_norm", "--critic_max_norm", "3")[:2] == (3.0, "command line")
+
+
+class TestBatches:
+    def test_dynamic_batches(self) -> None:
+        value, origin, notes = changed("packing_samples", "--use_dynamic_batch")
+        assert (
+            value is True
+            and origin == "automatic: --use_dynamic_batch"
+            and "--packing_samples is on" in notes
+        )
+        assert changed("rollout_max_tokens_per_gpu", "--train_max_tokens_per_gpu", "99")[0] == 99
+        assert changed("rollout_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu", "7")[0] == 7
+
+    def test_ring_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
+        value, _, notes = changed("packing_samples", "--ring_attn_size", "2")
+        assert value is True and "ring attention" in notes
+
+    def test_generate_batch(self) -> None:
+        assert changed("vllm_generate_batch_size", "--rollout_batch_size", "256")[0] == 256
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [("sdpa", "auto"), ("eager", "auto"), ("kernels-community/vllm-flash-attn3",) * 2, ("auto",) * 2],
+    )
+    def test_packing_and_attention(self, given: str, expected: str) -> None:
+        for command in (PPO, "train_sft"):
+            flags = ["--packing_samples", "--attn_implementation", given]
+            value, _, notes = changed("attn_implementation", *flags, command=command)
+            assert value == expected and ("can't keep packed samples apart" in notes) == (given != expected)
+        # serve_rm pads; without packing the choice stands.
+        assert changed("attn_implementation", "--attn_implementation", given)[0] == given
+        assert changed("attn_implementation", *flags, command="serve_rm")[0] == given
+
+
+class TestPlacement:
+    def test_sleep_without_sharing(self) -> None:
+        value, origin, notes = changed("vllm_enable_sleep", "--vllm_enable_sleep")
+        assert value is False and "automatic" in origin and "--vllm_enable_sleep is off" in notes
+
+    def test_sizes_follow_where_models_share(self) -> None:
+        value, origin, _ = changed(
+            "ref_num_gpus_per_node", "--colocate_actor_ref", "--actor_num_gpus_per_node", "2"
+        )
+        assert (value, origin) == (2, "automatic: --colocate_actor_ref")
+        assert changed("critic_num_gpus_per_node", "--actor_num_gpus_per_node", "2")[0] == 8
+        flags = ["--colocate_all_models", "--actor_num_gpus_per_node", "2", "--actor_num_nodes", "2"]
+        for role in ("ref", "critic", "reward"):
+            assert changed(f"{role}_num_gpus_per_node", *flags)[0] == 2
+            assert changed(f"{role}_num_nodes", *flags)[0] == 2
+        assert changed("vllm_num_engines", *flags)[0] == 4
+
+    def test_async_keeps_engines_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(NOT_YET, "async_train", raising=False)
+        value, _, notes = changed("vllm_num_engines", "--colocate_all_models", "--async_train")
+        assert value == 1 and "engines keep GPUs of their own" in notes
+
+    def test_offloaded_optimizer_has_nothing_to_move(self) -> None:
+        _, _, notes = changed("adam_offload", "--deepspeed_enable_sleep", "--adam_offload")
+        assert "moves no optimizer state" in notes
+
+
+class TestAlgorithm:
+    def test_clip_pair(self) -> None:
+        assert changed("eps_clip_low_high", "--eps_clip", "0.3")[0] == (0.3, 0.3)
+        assert changed("eps_clip_low_high", "--eps_clip_low_high", "0.2", "0.3")[0] == (0.2, 0.3)
+
+    @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+    def test_discount_of_groups(self, estimator: str) -> None:
+        flags = ["--advantage_estimator", estimator, "--n_samples_per_prompt", "2", "--gamma", "0.9"]
+        value, _, notes = changed("gamma", *flags)
+        assert value == 1.0 and "--gamma 0.9 is taken as 1" in notes
+
+    @pytest.mark.parametrize("estimator", ["gae", "reinforce"])
+    def test_discount_of_others(self, estimator: str) -> None:
+        assert changed("gamma", "--advantage_estimator", estimator, "--gamma", "0.9")[0] == 0.9
+
+    def test_gspo(self) -> None:
+        value, _, notes = changed("loss_agg_mode", "--policy_loss_type", "gspo")
+        assert (value, notes) == ("seq-mean-token-mean", "")
+        flags = ["--policy_loss_type", "gspo", "--loss_agg_mode", "token-mean"]
+        assert "weights sequences equally" in changed("loss_agg_mode", *flags)[2]
+
+    @pytest.mark.parametrize(
+        ("flags", "note"),
+        [
+            ("--use_kl_loss", "its gradient has mean 0"),
+            ("--use_kl_loss --kl_estimator k3", "forward KL"),
+            ("--use_kl_loss --kl_estimator k2", ""),
+            ("--use_kl_loss --kl_unbiased_gradient", ""),
+            ("--kl_estimator k2", "meant for --use_kl_loss"),
+            ("--kl_estimator k3", "meant for --use_kl_loss"),
+            ("--init_kl_coef 0 --use_kl_loss", "has no reference model"),
+            ("--init_kl_coef 0 --kl_target 1", "has no reference model"),
+            ("--init_kl_coef 0", ""),
+            ("--freezing_actor_steps 3 --advantage_estimator reinforce", "nothing is trained"),
+            ("--freezing_actor_steps 3", ""),
+            ("--normalize_reward", "only reward models"),
+        ],
+    )
+    def test_remarks(self, flags: str, note: str) -> None:
+        notes = changed("seed", *flags.split())[2]
+        assert (note in notes) if note else notes == ""
+
+
+class TestOthers:
+    def test_templates(self) -> None:
+        for command in (PPO, "train_sft", "train_rm"):
+            value, _, notes = changed("input_template", "--input_template", "no place", command=command)
+            assert value is None and "no {}" in notes
+            value, _, notes = changed("input_template", "--input_template", "Q: {}\\n", command=command)
+            assert value == "Q: {}\\n" and "not a line break" in notes
+            value, _, notes = changed("input_template", "--input_template", "Q: {}\n", command=command)
+            assert (value, notes) == ("Q: {}\n", "")
+
+    def test_reference_of_dpo(self) -> None:
+        assert changed("ref_pretrain", command="train_dpo")[:2] == ("org/model", "automatic: as --pretrain")
+        assert changed("ref_pretrain", "--ref_pretrain=", command="train_dpo")[0] == "org/model"
+        assert changed("ref_pretrain", "--ref_pretrain", "a/b", command="train_dpo")[0] == "a/b"
+
+    @pytest.mark.parametrize(
+        ("command", "prefix"), [("train_sft", "sft"), ("train_rm", "rm"), ("train_dpo", "exp"), (PPO, "ppo")]
+    )
+    def test_run_name_tells_the_time(self, command: str, prefix: str) -> None:
+        value, origin, _ = changed("wandb_run_name", command=command)
+        assert re.fullmatch(prefix + r"_\d{4}T\d\d:\d\d", str(value)) and origin == "default"
+        assert changed("wandb_run_name", "--wandb_run_name", "x", command=command)[0] == "x"
+
+    def test_run_folder(self) -> None:
+        assert changed("run_dir", "--ckpt_path", "/tmp/c")[0] == "/tmp/c/run"
+        assert changed("run_dir", "--run_dir", "/tmp/r")[0] == "/tmp/r"
+
+    @pytest.mark.parametrize(
+        ("command", "flags"),
+        [
+            (PPO, ["--ptx_coef", "0.1"]),
+            (PPO, ["--perf"]),
+            (PPO, ["--actor_init_on_gpu"]),
+            ("train_sft", ["--train_split", "test"]),
+            ("train_sft", ["--muon.ns_steps", "3"]),
+            (PPO, ["--critic.muon.ns_steps", "3"]),
+        ],
+    )
+    def test_flags_without_effect_are_noted(self, command: str, flags: list[str]) -> None:
+        result = parsed(command, *flags)
+        assert not result.violations and len(result.notes) == 1 and "has no effect" in result.notes[0]
