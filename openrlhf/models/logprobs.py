@@ -6,8 +6,7 @@ module is indexed by the token it describes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from openrlhf.models.head import HeadScaling, head_logprobs
 from openrlhf.models.loading import unwrap_hf
 
 
-@dataclass(frozen=True)
-class TokenOutputs:
+class TokenOutputs(NamedTuple):
     """What a policy says about each token of a micro-batch.
 
     Attributes:
@@ -32,8 +30,8 @@ class TokenOutputs:
     """
 
     logprobs: Tensor
-    entropy: Tensor | None
-    aux_loss: Tensor | None
+    entropy: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 def _layout(batch: MicroBatch, packed: bool) -> tuple[dict[str, Any], Tensor | None]:

@@ -1,0 +1,94 @@
+"""A model's weights under the names of its Hugging Face folder, without gathering more than is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.models.lora import is_peft
+from openrlhf.models.loading import unwrap_hf
+
+
+@dataclass(frozen=True)
+class ExportedWeight:
+    """One weight of the exported model.
+
+    Attributes:
+        name: its name in a transformers model of the same class.
+        shape: full shape, also when the parameter is partitioned.
+        sources: parameters that must be whole while ``build`` runs.
+        build: makes the full tensor; a fresh copy.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[nn.Parameter, ...]
+    build: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the full tensor in bytes."""
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count * self.dtype.itemsize
+
+
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of a parameter before ZeRO-3 partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def exported_weights(model: nn.Module) -> list[ExportedWeight]:
+    """Every weight of a transformers model once (tied weights under their first name); LoRA merged in."""
+    base = unwrap_hf(model)
+    if not is_peft(model):
+        return [_plain(name, parameter) for name, parameter in base.named_parameters()]
+    return list(_merged(base))
+
+
+def _plain(name: str, parameter: nn.Parameter) -> ExportedWeight:
+    return ExportedWeight(
+        name, full_shape(parameter), parameter.dtype, (parameter,), lambda: parameter.detach().clone()
+    )
+
+
+def _merged(base: nn.Module) -> Iterator[ExportedWeight]:
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    modules = dict(base.named_modules())
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        owner_name, _, leaf = name.rpartition(".")
+        if owner_name.endswith(".base_layer"):
+            clean = owner_name.removesuffix(".base_layer")
+            layer = modules[clean]
+            if leaf == "weight" and isinstance(layer, LoraLayer):
+                yield _merged_weight(f"{clean}.{leaf}", layer, parameter)
+                continue
+            yield _plain(f"{clean}.{leaf}", parameter)
+        elif ".modules_to_save." in name:
+            clean = owner_name.split(".modules_to_save.")[0]
+            if isinstance(modules[clean], ModulesToSaveWrapper):
+                yield _plain(f"{clean}.{leaf}", parameter)
+        else:
+            yield _plain(name, parameter)
+
+
+def _merged_weight(name: str, layer: nn.Module, weight: nn.Parameter) -> ExportedWeight:
+    adapters = tuple(p for n, p in layer.named_parameters() if "lora_" in n)
+
+    def build() -> Tensor:
+        with torch.no_grad():
+            merged = weight.detach().clone()
+            for adapter in layer.active_adapters:  # type: ignore[union-attr]
+                merged += layer.get_delta_weight(adapter).to(merged.dtype)  # type: ignore[operator]
+        return merged
+
+    return ExportedWeight(name, full_shape(weight), weight.dtype, (weight, *adapters), build)

@@ -1,0 +1,131 @@
+"""Checkpoint folders: written beside and renamed, the newest named by ``latest``, old ones removed afterwards.
+
+Layout below a root::
+
+    latest                  tag of the newest complete checkpoint
+    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json
+    .<tag>.writing/         a checkpoint that is being written (or was, when the process was killed)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from openrlhf.utils.files import folder_bytes, write_atomic
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+META = "meta.json"
+BEST_PREFIX = "best_"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged or belongs to another setup; the message says what to do."""
+
+
+def writing_tag(tag: str) -> str:
+    """Name of the folder a checkpoint is written into before it is complete."""
+    return f".{tag}.writing"
+
+
+def finish_checkpoint(root: str | Path, tag: str, meta: dict[str, Any]) -> None:
+    """Turn the folder being written into checkpoint ``tag`` and point ``latest`` at it (one process calls this)."""
+    root = Path(root)
+    scratch, final = root / writing_tag(tag), root / tag
+    write_atomic(scratch / META, json.dumps(meta, indent=1, sort_keys=True))
+    if final.exists():  # the same step saved again, for example after a resume from before it
+        old = root / f".{tag}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
+        os.replace(scratch, final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(scratch, final)
+    write_atomic(root / LATEST, tag)
+
+
+def read_meta(root: str | Path, tag: str) -> dict[str, Any]:
+    """What was recorded about a checkpoint.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is incomplete.
+    """
+    folder = Path(root) / tag
+    if not folder.is_dir():
+        raise CheckpointError(f"no checkpoint {tag!r} below {root}; it has: {', '.join(checkpoint_tags(root)) or 'none'}")
+    try:
+        return dict(json.loads((folder / META).read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} is not complete or not ours: {error}") from error
+
+
+def latest_tag(root: str | Path, name: str = LATEST) -> str | None:
+    """The tag that ``latest`` names; None without that file."""
+    path = Path(root) / name
+    return path.read_text().strip() if path.is_file() else None
+
+
+def checkpoint_tags(root: str | Path) -> list[str]:
+    """Complete checkpoints below ``root``, oldest first."""
+    folders = [f for f in Path(root).glob("*") if (f / META).is_file() and not f.name.startswith(".")]
+    return [f.name for f in sorted(folders, key=lambda f: ((f / META).stat().st_mtime_ns, f.name))]
+
+
+def rotate_checkpoints(root: str | Path, max_num: int, max_mem_gib: float) -> list[str]:
+    """Remove the oldest checkpoints beyond a number or a total size, and their ``_hf`` copies beside them.
+
+    The newest checkpoint and those whose tag begins with ``best_`` are never removed. Called after a write, so a
+    complete checkpoint exists at every moment.
+
+    Returns:
+        Tags removed.
+    """
+    root = Path(root)
+    regular = [tag for tag in checkpoint_tags(root) if not tag.startswith(BEST_PREFIX)]
+    keep = latest_tag(root)
+    removed: list[str] = []
+
+    def too_much() -> bool:
+        sizes = sum(folder_bytes(root / t) for t in regular) if max_mem_gib < 1e7 else 0
+        return len(regular) > max(1, max_num) or sizes > max_mem_gib * (1 << 30)
+
+    while len(regular) > 1 and too_much():
+        tag = next((t for t in regular if t != keep), None)
+        if tag is None:
+            break
+        regular.remove(tag)
+        removed.append(tag)
+        shutil.rmtree(root / tag)
+        shutil.rmtree(root / f"{tag}_hf", ignore_errors=True)
+    for stale in root.glob(".*.writing"):  # left by a process that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    return removed
+
+
+def rng_state() -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's random generators in this process."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what :func:`rng_state` gave."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,494 @@
+"""Training and inference of one model on DeepSpeed ZeRO, the same on one CPU process and on many GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf import platform
+from openrlhf.models.export import ExportedWeight, exported_weights
+from openrlhf.models.loading import write_hf_folder
+from openrlhf.models.lora import is_peft
+from openrlhf.utils.logging import get_logger
+from openrlhf.workers import checkpoint_files as files
+from openrlhf.workers.distributed import all_reduce_sum, barrier
+from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
+
+logger = get_logger(__name__)
+
+__all__ = [
+    "DeepSpeedOptions",
+    "NonFiniteError",
+    "OptimizerSpec",
+    "SchedulerSpec",
+    "StepStats",
+    "TrainEngine",
+]
+
+
+class DeepSpeedOptions(Protocol):
+    """The flags that decide how a model is partitioned and optimised."""
+
+    zero_stage: int
+    param_dtype: str
+    adam_offload: bool
+    zpg: int
+    overlap_comm: bool
+    grad_accum_dtype: str | None
+    max_norm: float
+    seed: int
+
+
+class StepStats(NamedTuple):
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: global 2-norm of the gradient before clipping.
+        lr: learning rate that was used.
+        skipped: fp16 only: the gradient overflowed, the loss scale was lowered and the weights are unchanged.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient is NaN or infinite. The weights were not touched."""
+
+
+def deepspeed_config(opts: DeepSpeedOptions, *, training: bool, param_offload: bool) -> dict[str, Any]:
+    """DeepSpeed's configuration. Accumulation is ours, so batch sizes are 1 and mean nothing."""
+    zero: dict[str, Any] = {
+        "stage": opts.zero_stage,
+        "overlap_comm": opts.overlap_comm,
+        "contiguous_gradients": opts.overlap_comm,
+        "zero_hpz_partition_size": opts.zpg,
+        "offload_param": {"device": "cpu" if param_offload else "none"},
+    }
+    if training:
+        offload = _offloads_adam(opts)
+        zero["offload_optimizer"] = {"device": "cpu" if offload else "none", "pin_memory": offload}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 1 << 40,
+        "zero_optimization": zero,
+        "gradient_clipping": opts.max_norm,
+        "wall_clock_breakdown": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    if opts.param_dtype == "bf16":
+        # without the check DeepSpeed applies a NaN gradient to bf16 weights
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif opts.param_dtype == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}
+    if opts.grad_accum_dtype:
+        config["data_types"] = {"grad_accum_dtype": opts.grad_accum_dtype}
+    if getattr(opts, "use_ds_universal_ckpt", False):
+        config["checkpoint"] = {"load_universal": True}
+    if getattr(opts, "deepcompile", False) and training:
+        config["compile"] = {"deepcompile": True}
+    return config
+
+
+def _on_gpu() -> bool:
+    return platform.device_type() == "cuda"
+
+
+def _offloads_adam(opts: DeepSpeedOptions) -> bool:
+    """On a CPU the optimizer's state is where ``--adam_offload`` wants it already."""
+    return opts.adam_offload and _on_gpu()
+
+
+def _skip_shared_memory_kernel() -> None:
+    """Keep DeepSpeed from compiling its CPU all-reduce at start (minutes of g++ on a small machine); gloo serves."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class TrainEngine:
+    """A model with its optimizer, partitioned over the ranks of the process group.
+
+    One optimizer step::
+
+        for i, batch in enumerate(micro_batches):          # equally many on every rank
+            outputs = engine(batch)
+            engine.backward(loss(outputs), last=i == len(micro_batches) - 1)
+        stats = engine.step()
+
+    Losses are sums divided by a denominator of the whole optimizer step over all ranks. The engine adds gradients
+    up, over micro-batches and over ranks; it averages nothing.
+
+    Args:
+        model: module whose ``hf_model`` is the transformers (or peft) model; on the CPU, or partitioned already.
+        opts: see :class:`DeepSpeedOptions`.
+        optimizer: None for inference only.
+        scheduler: None for a constant rate.
+        param_offload: keep parameters on the CPU (ZeRO-3 fetches them layer by layer; below, the whole model
+            moves to the device for each forward pass).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        opts: DeepSpeedOptions,
+        optimizer: OptimizerSpec | None,
+        scheduler: SchedulerSpec | None = None,
+        *,
+        param_offload: bool = False,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("call openrlhf.workers.distributed.init_distributed() before building a TrainEngine")
+        _skip_shared_memory_kernel()
+        self.opts = opts
+        self.device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        self.training = optimizer is not None
+        self.param_offload = param_offload
+        self.step_count = 0
+        self._finite = True
+        self._pending = 0
+        self._partitioned = opts.zero_stage == 3
+        config = deepspeed_config(opts, training=self.training, param_offload=param_offload and self._partitioned)
+        self._engine: Any = None
+        if optimizer is not None:
+            built = build_optimizer(model, optimizer, _offloads_adam(opts))
+            schedule = build_scheduler(built, scheduler, optimizer.lr) if scheduler is not None else None
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=built, lr_scheduler=schedule, config=config, dist_init_required=False
+            )
+            if getattr(opts, "deepcompile", False):
+                self._engine.compile()
+        elif self._partitioned:
+            self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        else:
+            model = model.to("cpu" if param_offload else self.device)
+        self.module: nn.Module = self._engine.module if self._engine is not None else model
+        if not self.training:
+            self.module.requires_grad_(False).eval()
+
+    # ------------------------------------------------------------------------------------------ forward, backward
+
+    @property
+    def hf_model(self) -> nn.Module:
+        """The transformers (or peft) model inside."""
+        return getattr(self.module, "hf_model", self.module)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different data."""
+        return int(self._engine.dp_world_size) if self._engine is not None else dist.get_world_size()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module. Every rank must call it equally often under ZeRO-3."""
+        if self._engine is not None:
+            return self._engine(*args, **kwargs)
+        if not self.param_offload:
+            return self.module(*args, **kwargs)
+        self.module.to(self.device)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self.module.to("cpu")
+
+    def train(self) -> None:
+        """Training mode."""
+        self.module.train()
+
+    def eval(self) -> None:
+        """Evaluation mode."""
+        self.module.eval()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of a micro-batch.
+
+        Args:
+            loss: scalar, already divided by the denominator of the whole optimizer step.
+            last: True for the last micro-batch before :meth:`step`; then ranks exchange gradients.
+        """
+        self._require_training("backward")
+        self._finite = self._finite and bool(torch.isfinite(loss.detach()))
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages gradients over data-parallel ranks; the sum is wanted
+        self._engine.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
+        self._pending = 0 if last else self._pending + 1
+
+    def step(self) -> StepStats:
+        """Clip the gradient and update the weights.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite, on any rank; raised on all of them, before the
+                weights change.
+        """
+        self._require_training("step")
+        if self._pending:
+            raise RuntimeError("step() before the last backward(): call backward(loss, last=True) first")
+        lr = float(self._engine.optimizer.param_groups[0]["lr"])
+        finite, self._finite = self._finite, True
+        own_norm = self._plain_gradient_norm() if self._is_plain else None
+        if own_norm is not None and not math.isfinite(own_norm):
+            self._engine.zero_grad()
+            self._refuse(finite, own_norm)
+        self._engine.step()
+        norm = own_norm if own_norm is not None else float(self._engine.get_global_grad_norm())
+        skipped = not self._engine.was_step_applied()
+        if self.opts.param_dtype == "fp16" and finite_everywhere(finite):
+            norm = norm if math.isfinite(norm) else math.inf
+        elif skipped or not math.isfinite(norm):
+            self._refuse(finite, norm)
+        self.step_count += 1
+        return StepStats(norm, lr, skipped)
+
+    @property
+    def _is_plain(self) -> bool:
+        """ZeRO off and fp32: the optimizer is torch's own, which neither measures nor checks gradients."""
+        return self.opts.zero_stage == 0 and self.opts.param_dtype == "fp32"
+
+    def _plain_gradient_norm(self) -> float:
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not grads:
+            return 0.0
+        return float(torch.stack([g.detach().double().norm() for g in grads]).norm())
+
+    def _refuse(self, finite: bool, norm: float) -> None:
+        everywhere = finite_everywhere(finite)
+        what = f"the gradient norm is {norm}" if everywhere else "a loss is NaN or infinite"
+        raise NonFiniteError(
+            f"optimizer step {self.step_count + 1}: {what}; the step was not applied and the weights are as after step "
+            f"{self.step_count}. Look at the inputs of this step (log-probs, advantages, rewards), lower "
+            "--learning_rate, or resume from the last checkpoint with --load_checkpoint"
+        )
+
+    def _require_training(self, what: str) -> None:
+        if not self.training:
+            raise RuntimeError(f"{what}() on an engine without an optimizer")
+
+    # ------------------------------------------------------------------------------------------------- weights out
+
+    @contextlib.contextmanager
+    def _whole(self, weights: list[ExportedWeight]) -> Iterator[None]:
+        """Parameters complete on every rank (collective under ZeRO-3)."""
+        sources = list({id(p): p for w in weights for p in w.sources if hasattr(p, "ds_id")}.values())
+        if not sources:
+            yield
+            return
+        with deepspeed.zero.GatheredParameters(sources):
+            yield
+
+    def parameter_meta(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype and full shape of each exported weight, in the order of :meth:`gathered_parameters`."""
+        return [(w.name, w.dtype, w.shape) for w in exported_weights(self.hf_model)]
+
+    def gathered_parameters(self, bucket_bytes: int = 1 << 30) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full weights under their Hugging Face names, in buckets; all ranks must iterate to the end together.
+
+        Tied weights come once, LoRA merged. The tensors are copies on the model's device, and stay valid.
+
+        Args:
+            bucket_bytes: most bytes in a bucket; a larger weight comes alone.
+        """
+        for bucket in self._buckets(bucket_bytes):
+            with self._whole(bucket):
+                tensors = [(w.name, w.build()) for w in bucket]
+            yield tensors
+
+    def _buckets(self, bucket_bytes: int) -> Iterator[list[ExportedWeight]]:
+        bucket: list[ExportedWeight] = []
+        size = 0
+        for weight in exported_weights(self.hf_model):
+            if bucket and size + weight.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(weight)
+            size += weight.nbytes
+        if bucket:
+            yield bucket
+
+    def save_hf(
+        self,
+        folder: str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config_updates: dict[str, Any] | None = None,
+    ) -> None:
+        """Write a Hugging Face folder (adapters only for a LoRA model). All ranks call it; rank 0 writes.
+
+        Args:
+            config_updates: further entries of config.json (``mean`` and ``std`` of a reward model).
+
+        Raises:
+            RuntimeError: a weight is not finite, or rank 0 could not write.
+        """
+        first = dist.get_rank() == 0
+        state = self._saved_state(first)
+        problem = ""
+        if first:
+            try:
+                bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+                if bad:
+                    raise RuntimeError(f"refusing to save {folder}: not finite: {', '.join(bad[:5])}")
+                write_hf_folder(self.hf_model, state, folder, tokenizer, config_updates)
+            except (OSError, ValueError, RuntimeError) as error:
+                problem = f"{type(error).__name__}: {error}"
+        _raise_together(problem, f"saving the model to {folder}")
+
+    def _saved_state(self, keep: bool) -> dict[str, Tensor]:
+        """Full tensors on the CPU by name; empty where ``keep`` is false (the gathering is collective)."""
+        model = self.hf_model
+        if is_peft(model):
+            named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        else:
+            named = list(model.named_parameters())
+        state: dict[str, Tensor] = {}
+        for name, parameter in named:
+            context: Any = contextlib.nullcontext()
+            if hasattr(parameter, "ds_id"):
+                context = deepspeed.zero.GatheredParameters([parameter])
+            with context:
+                if keep:
+                    state[name] = parameter.detach().to("cpu", copy=True)
+        if keep and not is_peft(model):
+            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            state |= {n: b.detach().cpu() for n, b in model.state_dict().items() if n not in names}
+        return state
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+
+    def save_checkpoint(
+        self,
+        root: str | Path,
+        tag: str,
+        client_state: dict[str, Any],
+        *,
+        max_num: int | None = None,
+        max_mem_gib: float = math.inf,
+    ) -> None:
+        """Write weights, optimizer, schedule, random states and ``client_state`` as ``root/tag``.
+
+        The folder appears when it is complete; then ``latest`` is moved to it; then checkpoints beyond ``max_num``
+        or ``max_mem_gib`` are removed (None = keep all). All ranks call it.
+
+        Raises:
+            RuntimeError: rank 0 could not finish it; earlier checkpoints are untouched.
+        """
+        self._require_training("save_checkpoint")
+        root = Path(root)
+        scratch = root / files.writing_tag(tag)
+        first = dist.get_rank() == 0
+        if first:
+            import shutil
+
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+        barrier(f"start of checkpoint {tag}")
+        state = {"client_state": client_state, "step_count": self.step_count}
+        self._engine.save_checkpoint(
+            str(root), tag=scratch.name, client_state=state, save_latest=False, exclude_frozen_parameters=False
+        )
+        torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
+        barrier(f"end of checkpoint {tag}")
+        problem = ""
+        if first:
+            try:
+                files.finish_checkpoint(root, tag, self._meta())
+                if max_num is not None:
+                    files.rotate_checkpoints(root, max_num, max_mem_gib)
+            except OSError as error:
+                problem = f"{type(error).__name__}: {error}"
+        _raise_together(problem, f"finishing checkpoint {root / tag}")
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "world_size": dist.get_world_size(),
+            "zero_stage": self.opts.zero_stage,
+            "param_dtype": self.opts.param_dtype,
+            "step": self.step_count,
+        }
+
+    def load_checkpoint(self, root: str | Path, tag: str | None = None) -> dict[str, Any]:
+        """Restore what :meth:`save_checkpoint` wrote, and return its ``client_state``. Only before training.
+
+        Args:
+            tag: None = the one that ``latest`` names.
+
+        Raises:
+            CheckpointError: nothing there, damaged, or written by another number of ranks or ZeRO stage.
+        """
+        self._require_training("load_checkpoint")
+        universal = bool(getattr(self.opts, "use_ds_universal_ckpt", False))
+        name = files.LATEST_UNIVERSAL if universal else files.LATEST
+        tag = tag or files.latest_tag(root, name)
+        if tag is None:
+            raise files.CheckpointError(f"{root} has no file {name!r}: there is no checkpoint to resume from")
+        if not universal:
+            self._check_meta(root, tag)
+        path, state = self._engine.load_checkpoint(str(root), tag=tag)
+        if path is None:
+            raise files.CheckpointError(f"DeepSpeed could not read checkpoint {Path(root) / tag}")
+        self.step_count = int(state["step_count"])
+        rng = Path(root) / tag / f"rng_{dist.get_rank()}.pt"
+        if rng.is_file():
+            files.set_rng_state(torch.load(rng, weights_only=False))
+        return dict(state["client_state"])
+
+    def _check_meta(self, root: str | Path, tag: str) -> None:
+        saved, now = files.read_meta(root, tag), self._meta()
+        flags = {"zero_stage": "--zero_stage", "param_dtype": "--param_dtype"}
+        wrong = [f"{flag} was {saved[key]}, is {now[key]}" for key, flag in flags.items() if saved[key] != now[key]]
+        if saved["world_size"] != now["world_size"]:
+            wrong.append(
+                f"it was written by {saved['world_size']} ranks and this run has {now['world_size']} (start with the same "
+                "number, or convert it with DeepSpeed's ds_to_universal and pass --use_ds_universal_ckpt)"
+            )
+        if wrong:
+            raise files.CheckpointError(f"cannot resume from {Path(root) / tag}: {'; '.join(wrong)}")
+
+    # ------------------------------------------------------------------------------------------------------ sleep
+
+    def offload_states(self) -> None:
+        """Move what the device does not need while rollout engines use it to the CPU (``--deepspeed_enable_sleep``).
+
+        Nothing to do on a CPU, or with ``--adam_offload``, whose states are on the CPU already.
+        """
+        if not _on_gpu():
+            return
+        if self._engine is None:
+            self.module.to("cpu")
+        elif self.training and not self.opts.adam_offload:
+            self._engine.offload_states(pin_memory=True, non_blocking=True)
+        platform.synchronize()
+        platform.empty_cache()
+
+    def reload_states(self) -> None:
+        """Bring back what :meth:`offload_states` moved."""
+        if not _on_gpu():
+            return
+        if self._engine is None:
+            if not self.param_offload:
+                self.module.to(self.device)
+        elif self.training and not self.opts.adam_offload:
+            self._engine.reload_states(non_blocking=True)
+        platform.synchronize()
+
+
+def finite_everywhere(flag: bool) -> bool:
+    """Whether the flag is true on every rank."""
+    return all_reduce_sum([0.0 if flag else 1.0])[0] == 0.0
+
+
+def _raise_together(problem: str, what: str) -> None:
+    """Let every rank fail when rank 0 did, instead of waiting for it."""
+    box = [problem]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    if box[0]:
+        raise RuntimeError(f"{what} failed: {box[0]}")
+
+

@@ -1,0 +1,110 @@
+"""AdamW and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from openrlhf import platform
+from openrlhf.models.export import full_shape
+
+_MIN_LR_SCHEDULERS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW (https://arxiv.org/abs/1711.05101). Biases and norm weights are not decayed."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class SchedulerSpec:
+    """Learning rate over the run.
+
+    Attributes:
+        name: a transformers scheduler.
+        total_steps: optimizer steps of the whole run; the schedule's last value is that of the last step.
+        warmup_ratio: share of the steps with a rising rate, rounded up.
+        min_lr_ratio: last rate as a fraction of the highest (schedulers with ``min_lr`` in their name).
+    """
+
+    name: str
+    total_steps: int
+    warmup_ratio: float = 0.03
+    min_lr_ratio: float = 0.1
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups; the one-dimensional ones (biases, norms) without weight decay."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if len(full_shape(p)) < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, spec: OptimizerSpec, offload: bool) -> torch.optim.Optimizer:
+    """AdamW over a model's trainable parameters.
+
+    Args:
+        offload: states and update on the CPU (``--adam_offload``), by DeepSpeed's vectorised C++ kernel.
+
+    Raises:
+        RuntimeError: nothing is trainable, or the C++ kernel can't be compiled.
+    """
+    groups = parameter_groups(model, spec.weight_decay)
+    if not groups:
+        raise RuntimeError("the model has no trainable parameter")
+    if offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        try:
+            return DeepSpeedCPUAdam(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, adamw_mode=True)
+        except (RuntimeError, OSError, ImportError) as error:
+            raise RuntimeError(
+                f"--adam_offload compiles DeepSpeed's CPU Adam at first use, and that failed; it needs g++ and ninja "
+                f"({error})"
+            ) from error
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=platform.fused_optimizer())
+
+
+def schedule(spec: SchedulerSpec, lr: float) -> Callable[[int], float]:
+    """Factor of the learning rate for optimizer step 1, 2, ...
+
+    Step ``total_steps`` and every later one get the schedule's last value; the first step of a warm-up is not zero.
+
+    Raises:
+        ValueError: the name is unknown, or is not a function of the step alone.
+    """
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
+    total = max(1, spec.total_steps)
+    extra = {"min_lr_rate": spec.min_lr_ratio} if spec.name in _MIN_LR_SCHEDULERS else None
+    if spec.name == "warmup_stable_decay":
+        extra = {"num_decay_steps": max(1, math.ceil(0.1 * total)), "min_lr_ratio": spec.min_lr_ratio}
+    try:
+        built = get_scheduler(spec.name, probe, math.ceil(spec.warmup_ratio * total), total, extra)
+    except ValueError as error:
+        raise ValueError(f"lr_scheduler {spec.name!r} can't be used: {error}") from error
+    factors: Iterable[Any] = getattr(built, "lr_lambdas", ())
+    factor = next(iter(factors), None)
+    if factor is None:
+        raise ValueError(f"lr_scheduler {spec.name!r} is not a function of the step; use for example cosine_with_min_lr")
+    return lambda step: float(factor(min(step, total)))
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, spec: SchedulerSpec, lr: float) -> LambdaLR:
+    """A scheduler whose ``k``-th value (from 0) is the factor of optimizer step ``k + 1``."""
+    factor = schedule(spec, lr)
+    return LambdaLR(optimizer, lambda done: factor(done + 1))
