@@ -166,23 +166,21 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
         shape = tuple(getattr(columns, field).shape)
         if shape != (samples,):
             raise ValueError(f"{field} has shape {shape}, expected ({samples},): one entry a sequence")
-    for field in ("kl", "values", "step_rewards"):
-        column = getattr(columns, field)
-        if column is not None and column.shape != (tokens,):
-            raise ValueError(
-                f"{field} has shape {tuple(column.shape)}, expected ({tokens},): one entry a token"
-            )
     if columns.action_mask.dtype != torch.bool:
         raise ValueError(f"action_mask must be bool, got {columns.action_mask.dtype}")
-    if spec.needs_critic and columns.values is None:
-        raise ValueError(f"--advantage_estimator {name} needs the critic's values, but none were given")
     for field in ("kl", "values", "step_rewards"):
         column = getattr(columns, field)
-        if column is not None:
-            bad = (columns.action_mask & ~column.isfinite()).nonzero().flatten()
+        if column is None:
+            continue
+        if column.shape != (tokens,):
+            shape = tuple(column.shape)
+            raise ValueError(f"{field} has shape {shape}, expected ({tokens},): one entry a token")
+        bad = (columns.action_mask & ~column.isfinite()).nonzero().flatten()
+        if bad.numel():
             where = sequence_ids(columns.cu_seqlens, tokens)[bad].unique().tolist()
-            if where:
-                raise ValueError(f"{field} is NaN or infinite on action tokens of samples {where[:20]}")
+            raise ValueError(f"{field} is NaN or infinite on action tokens of samples {where[:20]}")
+    if spec.needs_critic and columns.values is None:
+        raise ValueError(f"--advantage_estimator {name} needs the critic's values, but none were given")
     broken = (~columns.rewards.isfinite()).nonzero().flatten().tolist()
     if broken:
         shown = {i: float(columns.rewards[i]) for i in broken[:10]}

@@ -38,11 +38,6 @@ class Denominators:
         if not self.constant > 0:
             raise ValueError(f"the constant of the loss denominator must be > 0, got {self.constant}")
 
-    def __add__(self, other: Denominators) -> Denominators:
-        if self.constant != other.constant:
-            raise ValueError(f"cannot add denominators with constants {self.constant} and {other.constant}")
-        return Denominators(self.tokens + other.tokens, self.sequences + other.sequences, self.constant)
-
 
 def step_denominators(masks: Iterable[np.ndarray | Tensor], constant: float = 1.0) -> Denominators:
     """Count an optimizer step.

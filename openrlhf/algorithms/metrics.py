@@ -128,9 +128,6 @@ class MetricSum:
     def __getitem__(self, name: str) -> WeightedMean:
         return self._entries[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
     def __getstate__(self) -> dict[str, dict[str, WeightedMean]]:
         return {"_entries": self.to_numbers()._entries}
 

@@ -61,10 +61,6 @@ class BatchPlan:
         """Micro-batches on each rank."""
         return len(self.ranks[0])
 
-    def rank_of(self) -> dict[int, int]:
-        """Rank of every sequence."""
-        return {i: r for r, batches in enumerate(self.ranks) for batch in batches for i in batch}
-
 
 def plan_micro_batches(
     lengths: Sequence[int],

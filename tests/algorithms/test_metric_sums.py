@@ -84,7 +84,7 @@ def test_groups_steps_and_latest() -> None:
     later = MetricSum({"actor_lr": WeightedMean(5e-7, 1.0, LATEST)})
     assert metrics.merge(later).values() == {"group_reward_std": 0.5, "grad_norm": 3.0, "actor_lr": 5e-7}
     assert metrics.values()["actor_lr"] == 1e-6  # merging leaves its parts alone
-    assert "actor_lr" in metrics and metrics["grad_norm"].weight == 2
+    assert metrics["grad_norm"].weight == 2
 
 
 def test_nothing_measured_is_left_out() -> None:
