@@ -45,7 +45,7 @@ class LetterTokenizer:
 
 
 class ScriptedEngine:
-    """Answers with scripted token lists: per call in order, or by a function of the prompt and the options."""
+    """Answers with scripted token lists: in the order of calls, or by a function of its arguments."""
 
     def __init__(
         self,

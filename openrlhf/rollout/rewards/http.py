@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ class HTTPOptions:
         batch_size: samples in one request.
         max_connections: open connections over all servers, so also requests at the same time.
         timeout: seconds for one try.
-        max_tries: tries for one request, the first included; with the waits below 8 tries outlast a server
-            that is down for a minute.
+        max_tries: tries for one request, the first included; a try goes round all servers that work. With the
+            waits below 8 tries outlast servers that are down for a minute.
         first_wait: seconds before the second try; doubled each time.
         max_wait: limit of that wait in seconds.
         jitter: random seconds added to each wait, so that clients don't come back all at once.
@@ -63,7 +64,7 @@ class _TryFailed(Exception):
     """One try failed in a way that may pass."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Server:
     url: str
     in_flight: int = 0
@@ -75,8 +76,8 @@ class _Server:
 class HTTPReward:
     """Scores samples with one or several reward servers.
 
-    Each request goes to the least-loaded server that is not resting after a failure; a retry may go to
-    another one. Retried are 5xx, 408, 425, 429, connection errors, time-outs and bodies that are not JSON.
+    Each request goes to the least-loaded server that is not resting after a failure; when it fails, another
+    one is asked at once. Retried are 5xx, 408, 425, 429, connection errors, time-outs and bodies that are not JSON.
     Any other 4xx, and JSON of the wrong shape, fails at once.
 
     If the environment variable OPENRLHF_REWARD_TOKEN is set, it is sent as bearer token.
@@ -138,21 +139,24 @@ class HTTPReward:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_TryFailed),
             stop=tenacity.stop_after_attempt(options.max_tries),
-            wait=tenacity.wait_exponential_jitter(
-                options.first_wait, options.max_wait, jitter=options.jitter
-            ),
+            wait=self._wait,
             before_sleep=self._count_retry,
             reraise=True,
         )
         names = chunk[0].sample + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else "")
         try:
-            return await retrying(self._post_once, body, names)
+            return await retrying(self._try_servers, body, names)
         except _TryFailed as error:
             raise RewardError(
                 f"no reward for {names} after {options.max_tries} tries; the last: {error}. Is the server "
                 "up and reachable from this node? Servers: "
                 f"{', '.join(server.url for server in self._servers)}"
             ) from error
+
+    def _wait(self, state: tenacity.RetryCallState) -> float:
+        options = self.options
+        backoff = min(options.first_wait * 2.0 ** (state.attempt_number - 1), options.max_wait)
+        return backoff + random.uniform(0.0, options.jitter)
 
     def _count_retry(self, state: tenacity.RetryCallState) -> None:
         self.retries += 1
@@ -162,23 +166,35 @@ class HTTPReward:
             "try %d of a reward request failed (%s); next in %.1f s", state.attempt_number, error, wait
         )
 
-    async def _post_once(self, body: bytes, names: str) -> tuple[str, Any]:
-        session, slots = self._connection()
-        async with slots:
-            server = self._choose_server()
-            server.in_flight += 1
-            server.sent += 1
+    async def _try_servers(self, body: bytes, names: str) -> tuple[str, Any]:
+        """One try: a server, and where it fails, at once each other server that is not resting."""
+        tried: list[_Server] = []
+        while True:
+            server = self._choose_server(tried)
             try:
-                async with session.post(server.url, data=body, headers=_headers()) as response:
-                    text = await response.text(errors="replace")
-                    return server.url, self._read(server, response.status, text, names)
-            except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-                self._rest(server)
-                late = isinstance(error, asyncio.TimeoutError)
-                what = f"no answer within {self.options.timeout:g} s" if late else describe_exception(error)
-                raise _TryFailed(f"{server.url}: {what}") from error
-            finally:
-                server.in_flight -= 1
+                return await self._post(server, body, names)
+            except _TryFailed as error:
+                tried.append(server)
+                if not self._healthy(tried):
+                    raise
+                self.retries += 1
+                logger.warning("reward server failed (%s); asking another one", error)
+
+    async def _post(self, server: _Server, body: bytes, names: str) -> tuple[str, Any]:
+        session, slots = self._connection()
+        server.in_flight += 1  # waiting for a connection is load, too
+        server.sent += 1
+        try:
+            async with slots, session.post(server.url, data=body, headers=_headers()) as response:
+                text = await response.text(errors="replace")
+                return server.url, self._read(server, response.status, text, names)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            self._rest(server)
+            late = isinstance(error, asyncio.TimeoutError)
+            what = f"no answer within {self.options.timeout:g} s" if late else describe_exception(error)
+            raise _TryFailed(f"{server.url}: {what}") from error
+        finally:
+            server.in_flight -= 1
 
     def _read(self, server: _Server, status: int, text: str, names: str) -> Any:
         if 400 <= status < 500 and status not in _RETRYABLE_CLIENT_ERRORS:
@@ -199,9 +215,12 @@ class HTTPReward:
         server.resting_until = 0.0
         return reply
 
-    def _choose_server(self) -> _Server:
+    def _healthy(self, without: Sequence[_Server]) -> list[_Server]:
         now = time.monotonic()
-        healthy = [server for server in self._servers if server.resting_until <= now]
+        return [server for server in self._servers if server.resting_until <= now and server not in without]
+
+    def _choose_server(self, tried: Sequence[_Server]) -> _Server:
+        healthy = self._healthy(tried)
         if healthy:
             return min(healthy, key=lambda server: (server.in_flight, server.sent))
         return min(self._servers, key=lambda server: server.resting_until)

@@ -1,0 +1,137 @@
+"""Groups that are rolled out but not yet trained on; part of every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
+from openrlhf.rollout.trajectory import Trajectory
+
+# Which groups to take: gets the buffered groups (oldest first) and a number, returns that many indices.
+Selection = Callable[[Sequence[Group], int], Sequence[int]]
+
+_STATE_VERSION = 1
+
+
+def oldest_first(groups: Sequence[Group], count: int) -> list[int]:
+    """First in, first out."""
+    return list(range(count))
+
+
+def freshest_first(groups: Sequence[Group], count: int) -> list[int]:
+    """The groups sampled by the newest weights, the older entry first among equals."""
+    return sorted(range(len(groups)), key=lambda index: (-group_version(groups[index]), index))[:count]
+
+
+def group_version(group: Group) -> int:
+    """Oldest weight version among the tokens that the policy sampled in this group (-1 without samples)."""
+    return min((trajectory.min_version for trajectory in group.trajectories), default=-1)
+
+
+class RolloutBuffer:
+    """A queue of groups. Their prompts were drawn from the data: what is lost here is lost for the epoch."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of trajectories over all groups."""
+        return sum(len(group.trajectories) for group in self._groups)
+
+    def put(self, group: Group) -> None:
+        """Appends a group.
+
+        Raises:
+            ValueError: a group of this id is in the buffer already.
+        """
+        if any(own.item.group_id == group.item.group_id for own in self._groups):
+            raise ValueError(f"group id {group.item.group_id} is in the rollout buffer already")
+        self._groups.append(group)
+
+    def take(self, count: int, select: Selection = oldest_first) -> list[Group]:
+        """Removes and returns `count` groups, in the order that `select` gives.
+
+        Raises:
+            ValueError: fewer are there, or the selection is not `count` different indices of groups.
+        """
+        if not 0 <= count <= len(self._groups):
+            raise ValueError(f"{count} groups asked for, {len(self._groups)} are in the rollout buffer")
+        indices = list(select(self._groups, count))
+        if len(indices) != count or len(set(indices)) != count or not set(indices) <= set(range(len(self))):
+            raise ValueError(
+                f"the selection gave {indices}; needed are {count} different indices below {len(self)}"
+            )
+        taken = [self._groups[index] for index in indices]
+        chosen = set(indices)
+        self._groups = [group for index, group in enumerate(self._groups) if index not in chosen]
+        return taken
+
+    def drop_stale(self, current_version: int, max_staleness: int) -> list[Group]:
+        """Removes and returns the groups whose oldest token is more than `max_staleness` versions old.
+
+        The caller counts and reports them: their prompts are used up without having been trained on.
+        """
+        limit = current_version - max_staleness
+        stale = [group for group in self._groups if group_version(group) < limit]
+        self._groups = [group for group in self._groups if group_version(group) >= limit]
+        return stale
+
+    def state_dict(self, *, lists: bool = False) -> dict[str, Any]:
+        """Returns everything as plain data.
+
+        Args:
+            lists: arrays as Python lists; False keeps NumPy arrays.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "groups": [group_to_dict(group, lists=lists) for group in self._groups],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces the contents by those of `state_dict`.
+
+        Raises:
+            ValueError: the state has another version or is damaged.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"rollout buffer state has version {state.get('version')}, this is {_STATE_VERSION}"
+            )
+        self._groups = [group_from_dict(entry) for entry in state["groups"]]
+
+
+def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
+    """Returns a group as plain data."""
+    item = group.item
+    return {
+        "item": {
+            "prompt_id": item.prompt_id,
+            "group_id": item.group_id,
+            "text": item.text,
+            "token_ids": [int(token) for token in item.token_ids],
+            "label": item.label,
+            "metadata": dict(item.metadata),
+            "epoch": item.epoch,
+        },
+        "trajectories": [trajectory.to_dict(lists=lists) for trajectory in group.trajectories],
+        "failures": [
+            {"prompt_id": f.prompt_id, "sample_index": f.sample_index, "kind": f.kind, "message": f.message}
+            for f in group.failures
+        ],
+        "prompt_truncated": group.prompt_truncated,
+    }
+
+
+def group_from_dict(data: Mapping[str, Any]) -> Group:
+    """Builds a group from `group_to_dict` output."""
+    return Group(
+        item=PromptItem(**data["item"]),
+        trajectories=tuple(Trajectory.from_dict(entry) for entry in data["trajectories"]),
+        failures=tuple(EpisodeFailure(**entry) for entry in data["failures"]),
+        prompt_truncated=data["prompt_truncated"],
+    )
