@@ -395,6 +395,17 @@ def reinforce(columns: RolloutColumns, settings: AdvantageSettings) -> Advantage
     return _discounted(columns, settings, terminal, torch.ones_like(terminal))
 
 
+@register_advantage_estimator("flash_reinforce")
+def flash_reinforce(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """FlashREINFORCE: the mean reward of the whole rollout is the baseline, one sample a prompt is enough.
+
+    Meant for one optimizer step a rollout, with ``--loss_agg_mode seq-mean-token-mean`` and rollout
+    correction gated by the sequence's ``binary_kl``. ``columns`` has to be the whole rollout.
+    """
+    batch = group_statistics(_outcomes(columns), torch.zeros_like(columns.group_ids))
+    return _group_advantages(columns, settings, batch.mean, batch.constant)
+
+
 @register_advantage_estimator("reinforce_baseline", needs_group=True, whiten=True)
 def reinforce_baseline(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """REINFORCE++ with the group's mean reward as baseline, then global whitening (arXiv:2501.03262)."""

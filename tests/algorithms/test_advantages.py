@@ -24,7 +24,7 @@ from openrlhf.algorithms.advantages import (
 )
 
 GROUP_ESTIMATORS = ("reinforce_baseline", "group_norm", "dr_grpo", "rloo", "opo")
-ALL = ("gae", "reinforce", *GROUP_ESTIMATORS)
+ALL = ("gae", "reinforce", "flash_reinforce", *GROUP_ESTIMATORS)
 
 
 def columns(
@@ -58,15 +58,16 @@ def reference_terminal(name, rewards, steps, lengths, groups, clip):
     outcome = [r + sum(s) for r, s in zip(rewards, steps, strict=True)]
     terminals, scales = [], []
     for i, r in enumerate(rewards):
-        peers = [j for j in range(len(rewards)) if groups[j] == groups[i]]
+        everyone = range(len(rewards))
+        peers = [j for j in everyone if name == "flash_reinforce" or groups[j] == groups[i]]
         mine = [outcome[j] for j in peers]
         mean = sum(mine) / len(mine)
         baseline, scale = 0.0, 1.0
-        if name in GROUP_ESTIMATORS and max(mine) == min(mine):
+        if name not in ("gae", "reinforce") and max(mine) == min(mine):
             terminals.append(0.0)
             scales.append(0.0)
             continue
-        if name in ("reinforce_baseline", "dr_grpo", "group_norm"):
+        if name in ("reinforce_baseline", "dr_grpo", "group_norm", "flash_reinforce"):
             baseline = mean
         if name == "group_norm":
             std = math.sqrt(sum((x - mean) ** 2 for x in mine) / (len(mine) - 1))
@@ -188,6 +189,12 @@ def test_single_sample_group_gives_zero(name: str) -> None:
     cols = columns([[1, 1], [1]], [3.0, -2.0], groups=[0, 1])
     assert (compute_advantages(name, cols, AdvantageSettings()).advantages == 0).all()
     assert ADVANTAGE_ESTIMATORS.get(name).needs_group
+
+
+def test_batch_mean_baseline_needs_no_groups() -> None:
+    cols = columns([[1], [1], [1]], [0.0, 1.0, 5.0])
+    assert compute_advantages("flash_reinforce", cols, AdvantageSettings()).advantages.tolist() == [-2, -1, 3]
+    assert not ADVANTAGE_ESTIMATORS.get("flash_reinforce").needs_group
 
 
 def test_gae_skips_environment_tokens_and_padding() -> None:
