@@ -87,18 +87,22 @@ def data_parallel_size(cfg: DeepSpeedOptions, world_size: int) -> int:
     return world_size // (cfg.ring_attn_size * cfg.ds_tensor_parallel_size)
 
 
-def optimizer_steps(cfg: PPOConfig, num_samples: int) -> int:
-    """Optimizer steps on a rollout of `num_samples` samples, inner epochs included.
+def optimizer_steps(cfg: PPOConfig, num_prompts: int) -> int:
+    """Optimizer steps on a rollout of `num_prompts` prompts, inner epochs included.
 
-    A rollout that is no multiple of the batch (the last one of an episode) ends with a smaller step.
+    The responses to a prompt stay in one step, unless they alone are more than a step. The last step of an
+    epoch may be smaller.
     """
-    return math.ceil(num_samples / cfg.train_batch_size) * cfg.max_epochs
+    batch, n = cfg.train_batch_size, cfg.n_samples_per_prompt
+    prompts_per_step = batch // n
+    steps = num_prompts / prompts_per_step if prompts_per_step else num_prompts * n / batch
+    return math.ceil(steps) * cfg.max_epochs
 
 
 def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
     ranks = data_parallel_size(cfg, cfg.actor_num_nodes * cfg.actor_num_gpus_per_node)
-    n = cfg.n_samples_per_prompt
-    samples = cfg.rollout_batch_size * n
+    samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt
+    steps = optimizer_steps(cfg, cfg.rollout_batch_size)
     rollouts, total = None, None
     if num_rows is not None:
         full, rest = divmod(num_rows, cfg.rollout_batch_size)
@@ -106,7 +110,7 @@ def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
         rollouts = _capped(cfg, cfg.num_episodes * in_episode)
         # Every episode but for its last rollout is made of full ones.
         short = 0 if rest == 0 else rollouts // in_episode
-        total = (rollouts - short) * optimizer_steps(cfg, samples) + short * optimizer_steps(cfg, rest * n)
+        total = (rollouts - short) * steps + short * optimizer_steps(cfg, rest)
     gpus, total_gpus = gpus_per_role(cfg)
     static = not cfg.use_dynamic_batch
     response = cfg.max_new_tokens
@@ -116,7 +120,7 @@ def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
         if static
         else None,
         samples_per_rollout=samples,
-        steps_per_rollout=optimizer_steps(cfg, samples),
+        steps_per_rollout=steps,
         forward_micro_batches=math.ceil(samples / (cfg.micro_rollout_batch_size * ranks)) if static else None,
         num_rows=num_rows,
         num_rollouts=rollouts,

@@ -88,7 +88,7 @@ def _describe_batches(cfg: TrainerOptions, derived: Derived) -> list[str]:
             f"= {derived.samples_per_rollout}"
         )
         lines.append(
-            f"optimizer steps on a rollout: {derived.samples_per_rollout} / {cfg.train_batch_size} samples "
+            f"optimizer steps on a rollout: {derived.samples_per_rollout} / {_step_size(cfg)} samples "
             f"x {cfg.max_epochs} epochs = {derived.steps_per_rollout}"
         )
         lines.append(f"tokens: at most {derived.prompt_limit} of a prompt, {cfg.max_len} in all")
@@ -104,6 +104,12 @@ def _describe_batches(cfg: TrainerOptions, derived: Derived) -> list[str]:
             f"micro-batches of a rank in a forward pass over a rollout: {derived.forward_micro_batches}"
         )
     return lines
+
+
+def _step_size(cfg: PPOConfig) -> int:
+    """Samples of an optimizer step: whole groups, where a step holds several."""
+    batch, n = cfg.train_batch_size, cfg.n_samples_per_prompt
+    return batch // n * n or batch
 
 
 def _describe_steps(cfg: TrainerOptions, derived: Derived) -> list[str]:

@@ -25,6 +25,7 @@ class FlagInfo:
         dotted: the dotted spellings of OpenRLHF 0.10.2-0.11.2.
         negated: spellings that switch a flag which is on by default off.
         choices: the values allowed; empty for free values.
+        extensible: code of the user can add to the choices, so they are no limit when a value is read.
         value_aliases: old spellings of values, with what they mean now.
         secret: never print the value.
         since: "0.9" for flags of OpenRLHF 0.9.10, "0.11" for those that came with the dotted releases,
@@ -37,6 +38,7 @@ class FlagInfo:
     dotted: tuple[str, ...] = ()
     negated: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    extensible: bool = False
     value_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     secret: bool = False
     since: str = "0.9"
@@ -50,6 +52,7 @@ def flag(
     *dotted: str,
     negated: tuple[str, ...] = (),
     choices: tuple[str, ...] = (),
+    extensible: bool = False,
     value_aliases: Mapping[str, str] | None = None,
     secret: bool = False,
     since: str = "0.9",
@@ -62,6 +65,7 @@ def flag(
         dotted=dotted,
         negated=negated,
         choices=choices,
+        extensible=extensible,
         value_aliases=value_aliases or {},
         secret=secret,
         since=since,

@@ -12,7 +12,7 @@ from typing import Any
 from openrlhf.config.commands import CommandConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_specs
-from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, ActorCriticOptions
+from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
 from openrlhf.config.values import show_value
 
@@ -190,6 +190,12 @@ def _batches(changer: _Changer, cfg: PPOConfig) -> None:
         note = "--packing_samples is on: batches by tokens are packed"
         changer.set("packing_samples", True, "--use_dynamic_batch", note)
     changer.fill("rollout_max_tokens_per_gpu", cfg.train_max_tokens_per_gpu, "as --train_max_tokens_per_gpu")
+    n, batch = cfg.n_samples_per_prompt, cfg.train_batch_size
+    if 0 < n < batch and batch % n:
+        changer.note(
+            f"--train_batch_size {batch} is no multiple of --n_samples_per_prompt {n}: the responses to a "
+            f"prompt stay together, so an optimizer step has {batch // n * n} samples"
+        )
     changer.fill("vllm_generate_batch_size", cfg.rollout_batch_size, "as --rollout_batch_size")
 
 
@@ -232,10 +238,12 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
     if estimator in UNDISCOUNTED_ESTIMATORS and cfg.gamma != 1.0:
         note = f"--gamma {show_value(cfg.gamma)} is taken as 1: {estimator} has one reward for each response"
         changer.set("gamma", 1.0, f"{estimator} doesn't discount", note)
-    if cfg.policy_loss_type == "gspo":
-        note = "--loss_agg_mode is seq-mean-token-mean: gspo weights sequences equally"
+    if cfg.policy_loss_type in SEQUENCE_LOSSES:
+        note = f"--loss_agg_mode is seq-mean-token-mean: {cfg.policy_loss_type} weights sequences equally"
         told = note if "loss_agg_mode" in changer.explicit else ""
-        changer.set("loss_agg_mode", "seq-mean-token-mean", "--policy_loss_type gspo", told)
+        changer.set(
+            "loss_agg_mode", "seq-mean-token-mean", f"--policy_loss_type {cfg.policy_loss_type}", told
+        )
     if cfg.freezing_actor_steps >= 0 and estimator != "gae":
         changer.note(
             f"--freezing_actor_steps {cfg.freezing_actor_steps}: nothing is trained in these steps, "

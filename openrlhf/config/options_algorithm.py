@@ -7,8 +7,21 @@ from typing import ClassVar
 
 from openrlhf.config.flag import OptionGroup, flag
 
-ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
-GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+ESTIMATORS = (
+    "gae",
+    "reinforce",
+    "rloo",
+    "reinforce_baseline",
+    "group_norm",
+    "dr_grpo",
+    "opo",
+    "flash_reinforce",
+)
+GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo")
+POLICY_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "sapo")
+# These average over sequences, whatever loss_agg_mode says.
+SEQUENCE_LOSSES = ("gspo", "gmpo")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(kw_only=True)
@@ -62,6 +75,7 @@ class AlgorithmOptions(OptionGroup):
         "how advantages are estimated; only gae has a critic",
         "algo.advantage.estimator",
         choices=ESTIMATORS,
+        extensible=True,
     )
     gamma: float = flag(1.0, "discount of later rewards", "algo.advantage.gamma")
     lambd: float = flag(1.0, "lambda of gae", "algo.advantage.lambd")
@@ -70,15 +84,17 @@ class AlgorithmOptions(OptionGroup):
     )
     policy_loss_type: str = flag(
         "ppo",
-        "ratio of tokens (ppo) or of whole sequences (gspo)",
+        "how far the policy may move: clipped ratios of tokens (ppo) or sequences (gspo), or newer variants",
         "actor.policy_loss_type",
-        choices=("ppo", "gspo"),
+        choices=POLICY_LOSSES,
+        extensible=True,
     )
     loss_agg_mode: str = flag(
         "token-mean",
-        "mean of the policy loss: over all tokens of a step, or over sequences of their means",
+        "mean of the policy loss: over all tokens of a step, over sequences of their token means, or over "
+        "sequences of their token sums divided by the length limit (dr_grpo)",
         "actor.loss_agg_mode",
-        choices=("token-mean", "seq-mean-token-mean"),
+        choices=LOSS_AGG_MODES,
         since="0.11",
     )
     custom_algorithms: str | None = flag(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Collection, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.normalize import CORRECTION_TYPES
-from openrlhf.config.options_algorithm import GROUP_ESTIMATORS
+from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.problems import Violation
 from openrlhf.config.values import show_value
 
@@ -27,6 +28,7 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     """Check all rules; `broken` are the flags already known to be wrong."""
     yield from _check_rewards(cfg)
     yield from _check_files(cfg)
+    yield from _check_algorithms(cfg)
     yield from _check_groups(cfg)
     yield from _check_correction(cfg, explicit)
     yield from _check_async(cfg)
@@ -93,6 +95,18 @@ def _check_python_file(flag: str, path: str | None, defines: str) -> Iterator[Vi
         yield Violation(flag, f"{path!r} is not {kinds}", f"give a file that defines {defines}")
     elif not Path(path).expanduser().is_file():
         yield Violation(flag, f"there is no file {path} here ({os.getcwd()})", "check the path")
+
+
+def _check_algorithms(cfg: PPOConfig) -> Iterator[Violation]:
+    if cfg.custom_algorithms:
+        return  # the file may register any name; what it lacks is told when it is loaded
+    for flag, known in (("advantage_estimator", ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
+        name = getattr(cfg, flag)
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}? It is " if close else "it is "
+            fix = f"{hint}one of {', '.join(known)}, or a name that a --custom_algorithms file registers"
+            yield Violation(flag, f"there is no {name}", fix)
 
 
 def _check_groups(cfg: PPOConfig) -> Iterator[Violation]:
@@ -224,7 +238,8 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
             "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(batch, micro * ranks)),
         )
     prompts, n = cfg.rollout_batch_size, cfg.n_samples_per_prompt
-    if (prompts * n) % batch:
+    whole_groups = batch % n == 0 or n > batch  # otherwise steps are a little smaller than the batch
+    if (prompts * n) % batch and whole_groups:
         step = batch // math.gcd(batch, n)
         yield Violation(
             "rollout_batch_size",

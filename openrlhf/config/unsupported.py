@@ -49,6 +49,11 @@ NOT_YET: dict[str, NotYet] = {
     "freeze_visual_encoder": NotYet(
         lambda cfg: cfg.freeze_visual_encoder, "training vision models is not available", "leave it out"
     ),
+    "vllm_is_correction_gating": NotYet(
+        lambda cfg: cfg.vllm_is_correction_gating != "ratio",
+        "comparing divergences instead of the ratio is not available",
+        "leave it out",
+    ),
     "optim": NotYet(lambda cfg: cfg.optim == "muon", "Muon is not available", "use --optim adam"),
     "critic_optim": NotYet(
         lambda cfg: cfg.critic_optim == "muon" and cfg.optim != "muon", "Muon is not available", "use adam"

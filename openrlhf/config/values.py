@@ -102,7 +102,7 @@ def _convert_one(spec: FlagSpec, raw: Any) -> Any:
     else:
         raise ValueError(f"takes text, not {_show(raw)}")
     text = spec.info.value_aliases.get(text, text)
-    if spec.info.choices and text not in spec.info.choices:
+    if spec.info.choices and not spec.info.extensible and text not in spec.info.choices:
         raise ValueError(f"must be one of {', '.join(spec.info.choices)}, not {_show(text)}")
     return text
 

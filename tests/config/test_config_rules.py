@@ -69,7 +69,7 @@ def test_required(command: str, missing: set[str]) -> None:
 
 
 class TestGroups:
-    @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+    @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"])
     def test_group_estimators_need_several_samples(
         self, capsys: pytest.CaptureFixture[str], estimator: str
     ) -> None:
@@ -248,6 +248,9 @@ class TestBatches:
         for prompts in ("64", "128"):
             assert not violations(PPO, "--rollout_batch_size", prompts, "--n_samples_per_prompt", "2")
 
+    def test_batches_that_groups_do_not_fill(self) -> None:
+        assert not violations(PPO, "--n_samples_per_prompt", "5", "--rollout_batch_size", "1001")
+
     def test_dynamic_batches_have_no_micro_batch_size(self) -> None:
         flags = ["--use_dynamic_batch", "--micro_train_batch_size", "7", "--micro_rollout_batch_size", "9999"]
         assert not violations(PPO, *flags)
@@ -276,6 +279,35 @@ class TestBatches:
     def test_all_at_once_with_other_problems(self) -> None:
         found = violations("train_sft", "--train_batch_size", "9", "--multiturn", "--zero_stage", "5")
         assert set(found) == {"train_batch_size", "multiturn", "zero_stage"}
+
+
+class TestAlgorithms:
+    def test_unknown_names(self) -> None:
+        found = violations(PPO, "--advantage_estimator", "group_nrom")
+        assert "did you mean group_norm?" in found["advantage_estimator"]
+        found = violations(PPO, "--policy_loss_type", "xyz")
+        assert "it is one of ppo, gspo" in found["policy_loss_type"]
+
+    def test_names_that_a_file_may_register(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "mine.py", "")
+        for flag in ("--advantage_estimator", "--policy_loss_type"):
+            assert not violations(PPO, flag, "mine", "--custom_algorithms", file)
+
+    def test_names_are_those_of_the_algorithms(self) -> None:
+        from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
+        from openrlhf.algorithms.aggregation import LOSS_AGG_MODES as MODES
+        from openrlhf.algorithms.policy_loss import POLICY_LOSSES as LOSSES
+        from openrlhf.config import options_algorithm as declared
+
+        assert set(declared.ESTIMATORS) == set(ADVANTAGE_ESTIMATORS.names())
+        for name in ADVANTAGE_ESTIMATORS.names():
+            spec = ADVANTAGE_ESTIMATORS.get(name)
+            assert spec.needs_group == (name in declared.GROUP_ESTIMATORS)
+            assert spec.needs_critic == (name == "gae")
+        assert set(declared.POLICY_LOSSES) == set(LOSSES.names())
+        forced = {name for name in LOSSES.names() if LOSSES.get(name).aggregation}
+        assert forced == set(declared.SEQUENCE_LOSSES)
+        assert declared.LOSS_AGG_MODES == MODES
 
 
 class TestPlacement:
@@ -456,19 +488,16 @@ class TestOthers:
                 "vllm_is_correction_level",
                 "is off",
             ),
-            (
-                PPO,
-                "--use_icepop --vllm_is_correction_gating tv",
-                "vllm_is_truncated_threshold",
-                "upper bound only",
-            ),
         ],
     )
     def test_refused(self, command: str, flags: str, flag: str, sentence: str) -> None:
         found = violations(command, *flags.split())
         assert set(found) == {flag} and sentence in found[flag]
 
-    def test_gating_needs_masking(self) -> None:
+    def test_gating(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(NOT_YET, "vllm_is_correction_gating", raising=False)
+        found = violations(PPO, "--use_icepop", "--vllm_is_correction_gating", "tv")
+        assert "upper bound only" in found["vllm_is_truncated_threshold"]
         flags = "--enable_vllm_is_correction --vllm_is_correction_gating tv".split()
         flags += ["--vllm_is_truncated_threshold", "0.1"]
         assert "can't be clamped" in violations(PPO, *flags)["vllm_is_correction_gating"]

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from config_cases import write
 
-from openrlhf.config import build
-from openrlhf.config.derive import count_rows, derive, gpus_per_role, optimizer_settings, prompt_limit
+from openrlhf.config import PPOConfig, build
+from openrlhf.config.derive import (
+    count_rows,
+    derive,
+    gpus_per_role,
+    optimizer_settings,
+    optimizer_steps,
+    prompt_limit,
+)
 
 
 def ppo(**values: Any) -> Any:
@@ -63,6 +70,19 @@ def test_ppo_steps_by_counting() -> None:
                 steps += epochs * len(range(0, samples, 4))
         derived = derive(config, num_rows=rows)
         assert (derived.num_rollouts, derived.total_steps) == (rollouts, steps)
+
+
+def test_steps_are_those_of_the_planner() -> None:
+    from openrlhf.batching.plan import split_optimizer_steps
+
+    for n, batch, prompts in itertools.product((1, 2, 3, 5, 12), (4, 6, 8), (1, 5, 8, 11)):
+        config = PPOConfig(n_samples_per_prompt=n, train_batch_size=batch, max_epochs=1)
+        groups = [group for group in range(prompts) for _ in range(n)]
+        assert optimizer_steps(config, prompts) == len(split_optimizer_steps(groups, batch)), (
+            n,
+            batch,
+            prompts,
+        )
 
 
 def test_step_limit_of_supervised_training() -> None:

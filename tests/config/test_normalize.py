@@ -114,6 +114,12 @@ class TestBatches:
         value, _, notes = changed("packing_samples", "--ring_attn_size", "2")
         assert value is True and "ring attention" in notes
 
+    def test_whole_groups(self) -> None:
+        _, _, notes = changed("seed", "--n_samples_per_prompt", "5")
+        assert "an optimizer step has 125 samples" in notes
+        assert changed("seed", "--n_samples_per_prompt", "8")[2] == ""
+        assert changed("seed", "--n_samples_per_prompt", "256")[2] == ""
+
     def test_generate_batch(self) -> None:
         assert changed("vllm_generate_batch_size", "--rollout_batch_size", "256")[0] == 256
 
@@ -163,7 +169,7 @@ class TestAlgorithm:
         assert changed("eps_clip_low_high", "--eps_clip", "0.3")[0] == (0.3, 0.3)
         assert changed("eps_clip_low_high", "--eps_clip_low_high", "0.2", "0.3")[0] == (0.2, 0.3)
 
-    @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"])
+    @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"])
     def test_discount_of_groups(self, estimator: str) -> None:
         flags = ["--advantage_estimator", estimator, "--n_samples_per_prompt", "2", "--gamma", "0.9"]
         value, _, notes = changed("gamma", *flags)
@@ -173,10 +179,11 @@ class TestAlgorithm:
     def test_discount_of_others(self, estimator: str) -> None:
         assert changed("gamma", "--advantage_estimator", estimator, "--gamma", "0.9")[0] == 0.9
 
-    def test_gspo(self) -> None:
-        value, _, notes = changed("loss_agg_mode", "--policy_loss_type", "gspo")
+    @pytest.mark.parametrize("loss", ["gspo", "gmpo"])
+    def test_losses_of_sequences(self, loss: str) -> None:
+        value, _, notes = changed("loss_agg_mode", "--policy_loss_type", loss)
         assert (value, notes) == ("seq-mean-token-mean", "")
-        flags = ["--policy_loss_type", "gspo", "--loss_agg_mode", "token-mean"]
+        flags = ["--policy_loss_type", loss, "--loss_agg_mode", "token-mean"]
         assert "weights sequences equally" in changed("loss_agg_mode", *flags)[2]
 
     @pytest.mark.parametrize(
