@@ -88,6 +88,12 @@ class ModelOptions(LoadOptions):
         "ds.lora.target_modules",
     )
 
+    @property
+    def model_path(self) -> str:
+        """`pretrain`, which the rules require every training command to have."""
+        assert self.pretrain is not None
+        return self.pretrain
+
 
 @dataclass(kw_only=True)
 class ValueHeadOptions(OptionGroup):
@@ -259,3 +265,9 @@ class LoggingOptions(OptionGroup):
         "logger.wandb.run_name",
     )
     use_tensorboard: str | None = flag(None, "folder for TensorBoard files", "logger.tensorboard_dir")
+
+    @property
+    def run_folder(self) -> str:
+        """`run_dir`, which normalizing fills in."""
+        assert self.run_dir is not None
+        return self.run_dir

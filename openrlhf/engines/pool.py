@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 import ray
 
-from openrlhf.engines.spec import EngineSpec, engine_spec
 from openrlhf.config import PPOConfig
-from openrlhf.engines.vllm_engine import VLLMEngineActor
 from openrlhf.engines.rollouts import RolloutSpec
+from openrlhf.engines.spec import EngineSpec, engine_spec
+from openrlhf.engines.vllm_engine import VLLMEngineActor
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.workers.cluster import Cluster
@@ -52,7 +52,7 @@ class EnginePool:
         """Run the episodes of many prompts, yielding each prompt's group when it is done.
 
         Args:
-            prompts: taken one by one as engines have room.
+            prompts: taken one by one as engines have room; asked again after every finished group.
             samples_per_prompt: episodes of each.
             sampling: options of every episode; each gets a seed of its own from run, epoch, prompt and sample.
             timeout: seconds for all of it.
@@ -65,13 +65,9 @@ class EnginePool:
         room = max(1, SAMPLES_IN_FLIGHT // samples_per_prompt)
         load = [0] * len(self.group)
         running: dict[ray.ObjectRef, tuple[int, PromptItem, PendingCall]] = {}
-        exhausted = False
         while True:
-            while not exhausted and min(load) < room:
-                prompt = next(source, None)
-                if prompt is None:
-                    exhausted = True
-                    break
+            # Asked again after every finished group: filtering may have made more prompts necessary.
+            while min(load) < room and (prompt := next(source, None)) is not None:
                 index = load.index(min(load))
                 member = self.group.members[index]
                 call = member.handle.run_group.remote(prompt, samples_per_prompt, sampling)
@@ -121,17 +117,13 @@ class EnginePool:
         self.group.call("shutdown", timeout=timeout)
 
 
-def start_engines(
-    cfg: PPOConfig, cluster: Cluster, *, device_type: str, transport: str, log_dir: str
-) -> EnginePool:
+def start_engines(cfg: PPOConfig, cluster: Cluster, *, device_type: str, transport: str, log_dir: str) -> EnginePool:
     """Start the engine actors in their bundles; :meth:`EnginePool.load` then loads the model."""
     members: list[Member] = []
     specs: list[EngineSpec] = []
     for index in range(cfg.vllm_num_engines):
         log_file = os.path.join(log_dir, f"engine-{index}.log")
-        spec = engine_spec(
-            cfg, index, device_type=device_type, weight_transport=transport, log_file=log_file
-        )
+        spec = engine_spec(cfg, index, device_type=device_type, weight_transport=transport, log_file=log_file)
         options: dict[str, Any] = cluster.actor_options("engine", index)
         handle = VLLMEngineActor.options(max_concurrency=10_000, **options).remote(
             spec, cluster.visible_devices("engine", index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from openrlhf.config import PPOConfig
@@ -32,9 +33,7 @@ class EngineSpec:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def engine_spec(
-    cfg: PPOConfig, index: int, *, device_type: str, weight_transport: str, log_file: str
-) -> EngineSpec:
+def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transport: str, log_file: str) -> EngineSpec:
     """The arguments of engine ``index``.
 
     The seed of engine i is ``seed + i``; it only matters for requests that carry no seed of their own.
@@ -44,9 +43,11 @@ def engine_spec(
     if on_cpu:
         # Several engines and trainer ranks share the cores; binding would pile them on the same ones.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # Ray gives an actor that books less than a core one thread.
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cfg.vllm_num_engines))
     return EngineSpec(
         index=index,
-        model=cfg.pretrain,
+        model=cfg.model_path,
         dtype=ENGINE_DTYPES[cfg.param_dtype],
         tensor_parallel_size=cfg.vllm_tensor_parallel_size,
         max_model_len=cfg.max_len,

@@ -85,7 +85,7 @@ class VLLMEngine:
             self._runner = GroupRunner(rollout, engine=self)
         return {"index": spec.index, "pid": os.getpid(), "model": spec.model}
 
-    # --- generation -------------------------------------------------------------------------------------------
+    # --- generation ------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
         """Sample one continuation of a prompt; ids in, ids out."""
@@ -95,9 +95,7 @@ class VLLMEngine:
         token_ids = list(completion.token_ids)
         logprobs = None
         if sampling.logprobs:
-            logprobs = [
-                entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)
-            ]
+            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)]
         return GenerationResult(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -124,16 +122,12 @@ class VLLMEngine:
             token_ids, VLLMSampling(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         )
         entries = output.prompt_logprobs
-        return [0.0] + [
-            entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)
-        ]
+        return [0.0] + [entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
 
     async def _run(self, token_ids: list[int], sampling: Any) -> Any:
         request_id = f"{self.spec.index}-{next(self._request_ids)}"
-        final = None
-        async for final in self._llm.generate({"prompt_token_ids": token_ids}, sampling, request_id):
-            pass
-        return final
+        outputs = [o async for o in self._llm.generate({"prompt_token_ids": token_ids}, sampling, request_id)]
+        return outputs[-1]
 
     def _vllm_sampling(self, sampling: SamplingParams) -> Any:
         from vllm import SamplingParams as VLLMSampling
@@ -160,7 +154,7 @@ class VLLMEngine:
             **dict(sampling.extra),
         )
 
-    # --- weights ----------------------------------------------------------------------------------------------
+    # --- weights ---------------------------------------------------------------------------------------------------
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._llm.init_weight_transfer_engine(request)
@@ -181,7 +175,7 @@ class VLLMEngine:
         """SHA-256 of every parameter, one dict per tensor-parallel worker."""
         return list(await self._llm.collective_rpc("weight_digests"))
 
-    # --- life cycle -------------------------------------------------------------------------------------------
+    # --- life cycle ------------------------------------------------------------------------------------------------
 
     async def sleep(self, level: int = 2) -> None:
         """Give the GPU memory back. Level 2 also drops the weights: a sync must follow waking them."""

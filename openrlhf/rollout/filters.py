@@ -203,7 +203,7 @@ class GroupCollector:
         )
 
 
-class _Refill:
+class PromptRefill:
     """An iterator that may have more after it said it had none: prompts are drawn as they become needed."""
 
     def __init__(self, collector: GroupCollector, draw: Callable[[int], Sequence[PromptItem]]) -> None:
@@ -242,6 +242,6 @@ async def collect_groups(
     Raises:
         NoLearnableGroups: see GroupCollector.finish.
     """
-    async for group in run(_Refill(collector, draw)):
+    async for group in run(PromptRefill(collector, draw)):
         collector.add(group)
     return collector.finish()

@@ -17,7 +17,7 @@ from openrlhf.algorithms.aggregation import step_denominators
 from openrlhf.algorithms.kl import estimate_kl, split_kl_coef
 from openrlhf.algorithms.shaping import apply_length_penalties
 from openrlhf.batching.microbatch import MicroBatch, pack, unpack
-from openrlhf.batching.plan import plan_micro_batches, split_optimizer_steps
+from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimizer_steps
 from openrlhf.config import PPOConfig
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.workers.messages import StepBatch
@@ -69,7 +69,7 @@ def collect(groups: Sequence[Sequence[Trajectory]]) -> Experience:
     return experience
 
 
-# --- forward passes -------------------------------------------------------------------------------------------------
+# --- forward passes -----------------------------------------------------------------------------------------------
 
 
 def forward_batches(sequences: Sequence[np.ndarray], ranks: int, cfg: PPOConfig) -> list[list[MicroBatch]]:
@@ -81,7 +81,7 @@ def forward_batches(sequences: Sequence[np.ndarray], ranks: int, cfg: PPOConfig)
         cfg: ``micro_rollout_batch_size``, or with ``use_dynamic_batch`` the token budget.
     """
     lengths = [len(ids) for ids in sequences]
-    plan = plan_micro_batches(lengths, ranks, **_limits(cfg, cfg.micro_rollout_batch_size, _rollout_tokens(cfg)))
+    plan = _plan(lengths, ranks, cfg, cfg.micro_rollout_batch_size, _rollout_tokens(cfg))
     return [[pack(sequences, {}, indices) for indices in rank] for rank in plan.ranks]
 
 
@@ -89,8 +89,11 @@ def _rollout_tokens(cfg: PPOConfig) -> int:
     return cfg.rollout_max_tokens_per_gpu or cfg.train_max_tokens_per_gpu
 
 
-def _limits(cfg: PPOConfig, count: int, tokens: int) -> dict[str, int]:
-    return {"max_tokens": tokens} if cfg.use_dynamic_batch else {"micro_batch_size": count}
+def _plan(lengths: Sequence[int], ranks: int, cfg: PPOConfig, samples: int, tokens: int) -> BatchPlan:
+    """Micro-batches by number of tokens (``use_dynamic_batch``) or of samples."""
+    if cfg.use_dynamic_batch:
+        return plan_micro_batches(lengths, ranks, max_tokens=tokens)
+    return plan_micro_batches(lengths, ranks, micro_batch_size=samples)
 
 
 def token_outputs(
@@ -107,9 +110,7 @@ def sequence_outputs(
 ) -> np.ndarray:
     """Per-sequence outputs of all ranks, float64 ``[count]`` in sequence order."""
     result = np.full(count, np.nan)
-    for batch, output in zip(
-        (b for rank in batches for b in rank), (o for rank in outputs for o in rank), strict=True
-    ):
+    for batch, output in zip((b for rank in batches for b in rank), (o for rank in outputs for o in rank), strict=True):
         if not batch.is_dummy:
             result[batch.sequence_index.numpy()] = output
     return result
@@ -124,13 +125,10 @@ def with_model_scores(trajectories: Sequence[Trajectory], scores: np.ndarray) ->
     broken = [t.prompt_id for t, score in zip(trajectories, scores, strict=True) if not np.isfinite(score)]
     if broken:
         raise FloatingPointError(f"the reward model's score is not finite for prompts {broken[:10]}")
-    return [
-        replace(t, reward=float(score), score=float(score))
-        for t, score in zip(trajectories, scores, strict=True)
-    ]
+    return [replace(t, reward=float(score), score=float(score)) for t, score in zip(trajectories, scores, strict=True)]
 
 
-# --- advantages -----------------------------------------------------------------------------------------------------
+# --- advantages ---------------------------------------------------------------------------------------------------
 
 
 def response_limit(cfg: PPOConfig) -> int:
@@ -187,9 +185,7 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
     columns = experience.columns
     kl = None
     if "ref_logprobs" in columns and "old_logprobs" in columns:
-        kl = estimate_kl(
-            torch.cat(columns["old_logprobs"]), torch.cat(columns["ref_logprobs"]), mask, cfg.kl_estimator
-        )
+        kl = estimate_kl(torch.cat(columns["old_logprobs"]), torch.cat(columns["ref_logprobs"]), mask, cfg.kl_estimator)
     reward_kl_coef, _ = split_kl_coef(kl_coef, cfg.use_kl_loss)
     rewards = shaped_rewards(experience, cfg)
     result = compute_advantages(
@@ -207,7 +203,7 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
             gamma=cfg.gamma,
             lambd=cfg.lambd,
             kl_coef=reward_kl_coef if kl is not None else 0.0,
-            reward_clip_range=tuple(cfg.reward_clip_range),
+            reward_clip_range=cfg.reward_clip_range,
             std_norm=not cfg.no_advantage_std_norm,
         ),
     )
@@ -230,7 +226,7 @@ def _step_rewards(experience: Experience) -> Tensor | None:
     return column
 
 
-# --- optimizer steps ------------------------------------------------------------------------------------------------
+# --- optimizer steps ----------------------------------------------------------------------------------------------
 
 POLICY_COLUMNS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 VALUE_COLUMNS = ("returns", "old_values")
@@ -281,13 +277,16 @@ def step_batches(
         **{name: experience.columns[name] for name in columns if name in experience.columns},
     }
     result: list[list[StepBatch]] = [[] for _ in range(ranks)]
-    limits = _limits(cfg, cfg.micro_train_batch_size, cfg.train_max_tokens_per_gpu)
     for indices in steps:
-        plan = plan_micro_batches([len(sequences[i]) for i in indices], ranks, **limits)
+        plan = _plan(
+            [len(sequences[i]) for i in indices],
+            ranks,
+            cfg,
+            cfg.micro_train_batch_size,
+            cfg.train_max_tokens_per_gpu,
+        )
         denominators = step_denominators([masks[i] for i in indices], constant=float(response_limit(cfg)))
         for rank, micro_batches in enumerate(plan.ranks):
-            packed = tuple(
-                pack(sequences, data, [indices[i] for i in micro_batch]) for micro_batch in micro_batches
-            )
+            packed = tuple(pack(sequences, data, [indices[i] for i in micro_batch]) for micro_batch in micro_batches)
             result[rank].append(StepBatch(packed, denominators, kl_coef))
     return result

@@ -60,7 +60,9 @@ def read_meta(root: str | Path, tag: str) -> dict[str, Any]:
     """
     folder = Path(root) / tag
     if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint {tag!r} below {root}; it has: {', '.join(checkpoint_tags(root)) or 'none'}")
+        raise CheckpointError(
+            f"no checkpoint {tag!r} below {root}; it has: {', '.join(checkpoint_tags(root)) or 'none'}"
+        )
     try:
         return dict(json.loads((folder / META).read_text()))
     except (OSError, ValueError) as error:

@@ -17,15 +17,12 @@ from openrlhf.workers.placement import PlacementError, PlacementPlan, check_fits
 FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HF_HUB_OFFLINE", "PYTHONPATH")
 
 
-def connect(device: str) -> None:
+def connect() -> None:
     """Connect to the cluster of ``RAY_ADDRESS``, else to one that runs on this machine, else start one."""
     if ray.is_initialized():
         return
     environment = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"}
     environment |= {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
-    if device == "CPU":
-        # Ranks and engines share few cores; one thread each is faster than many fighting ones.
-        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     options: dict[str, Any] = {
         "runtime_env": {"env_vars": environment},
         "log_to_driver": False,
@@ -106,8 +103,7 @@ def create_cluster(plan: PlacementPlan, timeout: float) -> Cluster:
     check_fits(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     deadline = time.monotonic() + timeout
     groups = {
-        group.name: placement_group([plan.bundle_resources()] * group.devices, strategy="PACK")
-        for group in plan.groups
+        group.name: placement_group([plan.bundle_resources()] * group.devices, strategy="PACK") for group in plan.groups
     }
     devices: dict[str, list[Device]] = {}
     for name, group in groups.items():
@@ -138,4 +134,11 @@ def _sorted_devices(plan: PlacementPlan, group: PlacementGroup, deadline: float)
     ]
     answers = ray.get(probes, timeout=max(1.0, deadline - time.monotonic()))
     found = [Device(group, index, node, ids) for index, (node, ids) in enumerate(answers)]
-    return sorted(found, key=lambda device: (device.node, [int(gpu) for gpu in device.accelerator_ids if gpu.isdigit()], device.bundle))
+    return sorted(
+        found,
+        key=lambda device: (
+            device.node,
+            [int(gpu) for gpu in device.accelerator_ids if gpu.isdigit()],
+            device.bundle,
+        ),
+    )

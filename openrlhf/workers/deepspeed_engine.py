@@ -69,7 +69,7 @@ class NonFiniteError(RuntimeError):
 def deepspeed_config(opts: DeepSpeedOptions, *, training: bool, param_offload: bool) -> dict[str, Any]:
     """DeepSpeed's configuration. Accumulation is ours, so batch sizes are 1 and mean nothing."""
     zero: dict[str, Any] = {
-        "stage": opts.zero_stage,
+        "stage": _zero_stage(opts),
         "overlap_comm": opts.overlap_comm,
         "contiguous_gradients": opts.overlap_comm,
         "zero_hpz_partition_size": opts.zpg,
@@ -103,6 +103,11 @@ def deepspeed_config(opts: DeepSpeedOptions, *, training: bool, param_offload: b
 
 def _on_gpu() -> bool:
     return platform.device_type() == "cuda"
+
+
+def _zero_stage(opts: DeepSpeedOptions) -> int:
+    """Without ZeRO, DeepSpeed has no float32 master weights; ZeRO-1 does what is wanted and partitions only them."""
+    return 1 if opts.zero_stage == 0 and opts.param_dtype != "fp32" else opts.zero_stage
 
 
 def _offloads_adam(opts: DeepSpeedOptions) -> bool:
@@ -148,6 +153,8 @@ class TrainEngine:
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("call openrlhf.workers.distributed.init_distributed() before building a TrainEngine")
+        if opts.param_dtype == "fp16" and not _on_gpu():
+            raise ValueError("--param_dtype fp16 does not run on a CPU; use fp32 or bf16")
         _skip_shared_memory_kernel()
         self.opts = opts
         self.device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
@@ -390,7 +397,11 @@ class TrainEngine:
         barrier(f"start of checkpoint {tag}")
         state = {"client_state": client_state, "step_count": self.step_count}
         self._engine.save_checkpoint(
-            str(root), tag=scratch.name, client_state=state, save_latest=False, exclude_frozen_parameters=False
+            str(root),
+            tag=scratch.name,
+            client_state=state,
+            save_latest=False,
+            exclude_frozen_parameters=False,
         )
         torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
         barrier(f"end of checkpoint {tag}")
@@ -490,5 +501,3 @@ def _raise_together(problem: str, what: str) -> None:
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     if box[0]:
         raise RuntimeError(f"{what} failed: {box[0]}")
-
-

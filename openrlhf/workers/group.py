@@ -40,6 +40,12 @@ class PendingCall:
         self._method = method
         self._calls = calls
 
+    @classmethod
+    def together(cls, pending: Sequence[PendingCall]) -> PendingCall:
+        """Several calls as one, to wait for all and hear of the first failure of any."""
+        calls = {call: member for one in pending for call, member in one._calls.items()}
+        return cls(" / ".join(dict.fromkeys(one._method for one in pending)), calls)
+
     def result(self, timeout: float) -> list[Any]:
         """The members' answers, in their order.
 
@@ -128,6 +134,11 @@ class WorkerGroup:
     ) -> list[Any]:
         """:meth:`submit` and wait; the answers in rank order."""
         return self.submit(method, *args, per_rank=per_rank).result(self.timeout if timeout is None else timeout)
+
+    def submit_first(self, method: str, *args: Any) -> PendingCall:
+        """Start a method of the first member only."""
+        member = self.members[0]
+        return PendingCall(method, {getattr(member.handle, method).remote(*args): member})
 
     def kill(self) -> None:
         """End all members at once, whatever they are doing."""

@@ -13,6 +13,8 @@ import ray
 
 from openrlhf.config import PPOConfig
 from openrlhf.utils.process import host_address, redirect_output
+from openrlhf.workers.cluster import Cluster
+from openrlhf.workers.group import Member, PendingCall, WorkerGroup
 from openrlhf.workers.messages import StepBatch
 
 if TYPE_CHECKING:
@@ -37,9 +39,7 @@ class ModelWorker:
         visible_devices: CUDA_VISIBLE_DEVICES, or None without GPUs.
     """
 
-    def __init__(
-        self, role: str, rank: int, world_size: int, log_file: str, visible_devices: str | None
-    ) -> None:
+    def __init__(self, role: str, rank: int, world_size: int, log_file: str, visible_devices: str | None) -> None:
         redirect_output(log_file)
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
@@ -66,7 +66,8 @@ class ModelWorker:
         from openrlhf import platform
         from openrlhf.workers.rendezvous import join_group
 
-        platform.prepare_process(threads=1 if platform.device_type() == "cpu" else None)
+        on_cpu = platform.device_type() == "cpu"
+        platform.prepare_process(max(1, platform.available_cores() // self.world_size) if on_cpu else None)
         platform.set_device(0)
         join_group(self.rank, self.world_size, host, port, timeout, store=self._store)
 
@@ -93,7 +94,7 @@ class ModelWorker:
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
         raise NotImplementedError
 
-    # --- work -----------------------------------------------------------------------------------------------------
+    # --- work ------------------------------------------------------------------------------------------------------
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Run without gradients; one float32 array a micro-batch, per token or (reward) per sequence."""
@@ -159,9 +160,11 @@ class TrainedWorker(ModelWorker):
     def _loss(self, batch: MicroBatch, step: StepBatch) -> tuple[Any, MetricSum]:
         raise NotImplementedError
 
-    def save_checkpoint(self, folder: str, tag: str, client_state: dict[str, Any]) -> None:
-        """Write a resumable checkpoint; complete, or not there."""
-        self.engine.save_checkpoint(folder, tag, client_state)
+    def save_checkpoint(
+        self, folder: str, tag: str, client_state: dict[str, Any], max_num: int | None, max_mem_gib: float
+    ) -> None:
+        """Write a resumable checkpoint, complete or not at all, and remove old ones (None: keep all)."""
+        self.engine.save_checkpoint(folder, tag, client_state, max_num=max_num, max_mem_gib=max_mem_gib)
 
     def load_checkpoint(self, folder: str, tag: str | None = None) -> dict[str, Any]:
         """Restore model, optimizer, schedule and random states; returns what was saved as client state."""
@@ -169,9 +172,9 @@ class TrainedWorker(ModelWorker):
 
     def save_hf(self, folder: str) -> None:
         """Write a Hugging Face folder, tokenizer included."""
-        from openrlhf.models import load_tokenizer
+        from openrlhf.models.loading import load_tokenizer
 
-        self.engine.save_hf(folder, load_tokenizer(self.cfg.pretrain, use_fast=not self.cfg.disable_fast_tokenizer))
+        self.engine.save_hf(folder, load_tokenizer(self.cfg.model_path, use_fast=not self.cfg.disable_fast_tokenizer))
 
 
 class PolicyWorker(TrainedWorker):
@@ -180,13 +183,14 @@ class PolicyWorker(TrainedWorker):
     prefix = "actor"
 
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
-        from openrlhf.models import PolicyModel, load_causal_lm
+        from openrlhf.models.loading import load_causal_lm
+        from openrlhf.models.logprobs import PolicyModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
-        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
         from openrlhf.workers.objectives import PolicyObjective
+        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
 
         self.objective = PolicyObjective(cfg)
-        model = load_causal_lm(cfg.pretrain, cfg)
+        model = load_causal_lm(cfg.model_path, cfg)
         return TrainEngine(
             PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > 0),
             cfg,
@@ -200,14 +204,12 @@ class PolicyWorker(TrainedWorker):
     def _loss(self, batch: MicroBatch, step: StepBatch) -> tuple[Any, MetricSum]:
         from openrlhf.workers.objectives import check_finite
 
-        outputs = self.engine(
-            batch, temperature=self.cfg.temperature, entropy=self.objective.needs_entropy
-        )
+        outputs = self.engine(batch, temperature=self.cfg.temperature, entropy=self.objective.needs_entropy)
         check_finite(batch, outputs.logprobs, "the policy's log-probability")
         result = self.objective(batch, step, outputs.logprobs, outputs.entropy, outputs.aux_loss)
         return result.loss, result.metrics
 
-    # --- weight sync ----------------------------------------------------------------------------------------------
+    # --- weight sync -----------------------------------------------------------------------------------------------
 
     def connect_engines(
         self, handles: Sequence[ActorHandle], transport: str, workers_per_engine: int, timeout: float
@@ -249,17 +251,16 @@ class CriticWorker(TrainedWorker):
     prefix = "critic"
 
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
-        from openrlhf.models import ValueModel, load_sequence_regression
+        from openrlhf.models.loading import load_sequence_regression
+        from openrlhf.models.logprobs import ValueModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
-        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
         from openrlhf.workers.objectives import ValueObjective
+        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
 
         own = critic_options(cfg)
         self.objective = ValueObjective(cfg)
-        path = cfg.critic_pretrain or cfg.pretrain
-        model = load_sequence_regression(
-            path, cfg, head_prefix=cfg.value_head_prefix, init_head=path == cfg.pretrain
-        )
+        path = cfg.critic_pretrain or cfg.model_path
+        model = load_sequence_regression(path, cfg, head_prefix=cfg.value_head_prefix, init_head=path == cfg.model_path)
         return TrainEngine(
             ValueModel(model, packing=cfg.packing_samples),
             own,
@@ -290,10 +291,11 @@ class ReferenceWorker(ModelWorker):
     """A rank of the frozen reference policy."""
 
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
-        from openrlhf.models import PolicyModel, load_causal_lm
+        from openrlhf.models.loading import load_causal_lm
+        from openrlhf.models.logprobs import PolicyModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
-        model = load_causal_lm(cfg.pretrain, cfg)
+        model = load_causal_lm(cfg.model_path, cfg)
         return TrainEngine(PolicyModel(model, packing=cfg.packing_samples), cfg, optimizer=None, scheduler=None)
 
     def _forward_one(self, batch: MicroBatch) -> Any:
@@ -304,13 +306,12 @@ class RewardWorker(ModelWorker):
     """A rank of the reward model; answers one score a sequence."""
 
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
-        from openrlhf.models import RewardModel, load_sequence_regression
+        from openrlhf.models.loading import load_sequence_regression
+        from openrlhf.models.logprobs import RewardModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
         assert cfg.reward_pretrain is not None
-        model = load_sequence_regression(
-            cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, init_head=False
-        )
+        model = load_sequence_regression(cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, init_head=False)
         reward = RewardModel(model, packing=cfg.packing_samples, normalize=cfg.normalize_reward)
         return TrainEngine(reward, cfg, optimizer=None, scheduler=None)
 
@@ -326,17 +327,15 @@ ROLE_WORKERS: dict[str, type[ModelWorker]] = {
 }
 
 
-def start_group(role: str, cluster: Any, log_dir: str, timeout: float) -> Any:
-    """Start the processes of a role in their bundles and form their process group.
+def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float) -> WorkerGroup:
+    """Start the processes of a role in their bundles.
 
     Args:
         role: a key of :data:`ROLE_WORKERS`.
-        cluster: the placed :class:`~openrlhf.workers.cluster.Cluster`.
+        cluster: where the bundles are.
         log_dir: each rank writes to ``<log_dir>/<role>-<rank>.log``.
-        timeout: seconds that any call to the group may take.
+        timeout: seconds that a call to the group may take.
     """
-    from openrlhf.workers.group import Member, WorkerGroup
-
     world_size = next(r.processes for r in cluster.plan.group_of(role).roles if r.name == role)
     actor_class = ray.remote(ROLE_WORKERS[role])
     members = []
@@ -346,7 +345,15 @@ def start_group(role: str, cluster: Any, log_dir: str, timeout: float) -> Any:
             role, rank, world_size, log_file, cluster.visible_devices(role, rank)
         )
         members.append(Member(f"{role} rank {rank}", handle, log_file))
-    group = WorkerGroup(role, members, timeout)
-    host, port = ray.get(members[0].handle.open_store.remote(), timeout=timeout)
-    group.call("join", host, port, timeout)
-    return group
+    return WorkerGroup(role, members, timeout)
+
+
+def form_groups(groups: Sequence[WorkerGroup], timeout: float) -> list[PendingCall]:
+    """Let the ranks of each role meet; wait for the results elsewhere."""
+    # Opened side by side: each first imports torch.
+    stores = [group.submit_first("open_store") for group in groups]
+    meeting = []
+    for group, store in zip(groups, stores, strict=True):
+        host, port = store.result(timeout)[0]
+        meeting.append(group.submit("join", host, port, timeout))
+    return meeting

@@ -145,9 +145,7 @@ class ValueObjective:
     def __call__(self, batch: MicroBatch, step: StepBatch, values: Tensor) -> Objective:
         """Evaluate on one micro-batch; ``values`` is ``[N]``, with gradient."""
         columns, mask = batch.columns, batch.columns["action_mask"]
-        per_token, token_metrics = value_loss(
-            values, columns["old_values"], columns["returns"], mask, clip=self.clip
-        )
+        per_token, token_metrics = value_loss(values, columns["old_values"], columns["returns"], mask, clip=self.clip)
         loss = aggregate(per_token, mask, batch.cu_seqlens, "token-mean", step.denominators)
         metrics = MetricSum()
         metrics.add("critic_loss", loss, mask.sum() / max(step.denominators.tokens, 1), STEP)

@@ -100,7 +100,9 @@ def schedule(spec: SchedulerSpec, lr: float) -> Callable[[int], float]:
     factors: Iterable[Any] = getattr(built, "lr_lambdas", ())
     factor = next(iter(factors), None)
     if factor is None:
-        raise ValueError(f"lr_scheduler {spec.name!r} is not a function of the step; use for example cosine_with_min_lr")
+        raise ValueError(
+            f"lr_scheduler {spec.name!r} is not a function of the step; use for example cosine_with_min_lr"
+        )
     return lambda step: float(factor(min(step, total)))
 
 

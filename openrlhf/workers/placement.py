@@ -169,9 +169,7 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
         PlacementError: naming what was asked for and what each node has.
     """
     bundle = plan.bundle_resources()
-    capacity = [
-        min(math.floor(node.get(key, 0.0) / value + 1e-9) for key, value in bundle.items()) for node in nodes
-    ]
+    capacity = [min(math.floor(node.get(key, 0.0) / value + 1e-9) for key, value in bundle.items()) for node in nodes]
     problems = []
     if sum(capacity) < plan.devices:
         problems.append(f"it needs {plan.devices} devices in all and the cluster has {sum(capacity)}")

@@ -35,6 +35,4 @@ def join_group(
     limit = timedelta(seconds=timeout)
     if store is None:
         store = dist.TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
-    dist.init_process_group(
-        platform.dist_backend(), store=store, rank=rank, world_size=world_size, timeout=limit
-    )
+    dist.init_process_group(platform.dist_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)

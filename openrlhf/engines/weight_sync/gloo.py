@@ -166,9 +166,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     ) -> GlooTrainerWeightTransferEngine:
         if source is None:
             raise ValueError("the gloo weight transfer needs a weight source")
-        engine = cls(
-            client=client, source=source, is_sender=init_info.is_sender, bucket_bytes=init_info.bucket_bytes
-        )
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender, bucket_bytes=init_info.bucket_bytes)
         if engine.is_sender:
             engine._open(init_info)
         return engine

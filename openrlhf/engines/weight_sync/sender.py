@@ -47,9 +47,7 @@ class EngineClient:
     timeout: float
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        calls = [
-            getattr(handle, method).remote(*args) for handle, args in zip(self.handles, arguments, strict=True)
-        ]
+        calls = [getattr(handle, method).remote(*args) for handle, args in zip(self.handles, arguments, strict=True)]
         pending = {call: index for index, call in enumerate(calls)}
         done, late = ray.wait(calls, num_returns=len(calls), timeout=self.timeout)
         for call in done:

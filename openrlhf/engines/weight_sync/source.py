@@ -45,10 +45,7 @@ class TrainerSource(WeightSource):
         return self._dtype if self._dtype is not None and dtype.is_floating_point else dtype
 
     def metadata(self) -> list[ParamMeta]:
-        return [
-            ParamMeta(name, self._wire_dtype(dtype), shape)
-            for name, dtype, shape in self._engine.parameter_meta()
-        ]
+        return [ParamMeta(name, self._wire_dtype(dtype), shape) for name, dtype, shape in self._engine.parameter_meta()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self._engine.gathered_parameters(self._bucket_bytes):

@@ -1,0 +1,69 @@
+"""What a person sees while a run goes on: one live line a phase, one line a step. Everything else is in files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+
+class Phase:
+    """A running phase; :meth:`advance` moves its line."""
+
+    def __init__(self, progress: Progress | None, task: int) -> None:
+        self._progress = progress
+        self._task = task
+
+    def advance(self, count: int = 1) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._task, count)  # type: ignore[arg-type]
+
+
+class Console:
+    """Prints to stdout; live lines only on a terminal, so that log files stay readable."""
+
+    def __init__(self) -> None:
+        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.seconds: dict[str, float] = {}
+        """Seconds by phase since :meth:`new_step`."""
+
+    def new_step(self) -> None:
+        self.seconds = {}
+
+    def say(self, text: str) -> None:
+        """One line (or paragraph) that stays."""
+        self._rich.print(text, markup=False)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        """Show a phase while it runs, and add its seconds to :attr:`seconds` under its name."""
+        started = time.monotonic()
+        try:
+            if self._rich.is_terminal:
+                columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+                if total is not None:
+                    columns[2:2] = [BarColumn(), MofNCompleteColumn()]
+                with Progress(*columns, console=self._rich, transient=True) as progress:
+                    yield Phase(progress, progress.add_task(name, total=total))
+            else:
+                yield Phase(None, 0)
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def step_line(self, step: int, total: int | None, figures: Mapping[str, float]) -> None:
+        """The one line of a step: figures by name, then seconds by phase."""
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        phases = " ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        of = f"/{total}" if total else ""
+        self.say(f"step {step}{of}  {shown}  | {sum(self.seconds.values()):.1f} s: {phases}")

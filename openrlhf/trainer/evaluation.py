@@ -1,0 +1,83 @@
+"""Evaluation on held-out prompts with the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from openrlhf.datasets.prompts import PromptRow
+
+from openrlhf.config import PPOConfig
+from openrlhf.engines.pool import EnginePool
+from openrlhf.rollout.episodes import EpisodeFailure, PromptItem
+from openrlhf.rollout.metrics import eval_metrics
+from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.trainer.console import Console
+
+EVAL_EPOCH = 1_000_000_007
+"""Stands for "evaluation" in the seeds, so that they differ from those of any training episode."""
+
+
+def eval_sampling(cfg: PPOConfig) -> SamplingParams:
+    """Sampling options of evaluation."""
+    return SamplingParams(
+        temperature=cfg.eval_temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        max_tokens=cfg.max_new_tokens,
+        min_tokens=0,
+    )
+
+
+class Evaluator:
+    """Generates and scores the whole evaluation set; the same seeds every time.
+
+    Args:
+        cfg: number of samples, sampling options.
+        engines: awake, with current weights.
+        rows: evaluation prompts; empty for none.
+        console: shows the phase and the result.
+    """
+
+    def __init__(self, cfg: PPOConfig, engines: EnginePool, rows: Sequence[PromptRow], console: Console) -> None:
+        self._cfg = cfg
+        self._engines = engines
+        self._console = console
+        self._items = [
+            PromptItem(
+                prompt_id=row.prompt_id,
+                group_id=index,
+                text=row.text,
+                token_ids=row.token_ids,
+                label=row.label,
+                metadata={"datasource": row.datasource, **row.metadata},
+                epoch=EVAL_EPOCH,
+            )
+            for index, row in enumerate(rows)
+        ]
+
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics by the names ``eval_<datasource>_pass<n>`` and so on; empty without an evaluation set.
+
+        Raises:
+            RuntimeError: a sample was lost (an agent or a reward failed); a mean over the rest would mislead.
+        """
+        if not self._items:
+            return {}
+        n = self._cfg.eval_n_samples_per_prompt
+        samples: list[Trajectory] = []
+        lost: list[EpisodeFailure] = []
+        with self._console.phase("evaluate", len(self._items)) as phase:
+            for group in self._engines.run_groups(self._items, n, eval_sampling(self._cfg), self._cfg.rollout_timeout):
+                samples.extend(group.trajectories)
+                lost.extend(group.failures)
+                phase.advance()
+        if lost:
+            raise RuntimeError(
+                f"evaluation at step {step} lost {len(lost)} of {len(samples) + len(lost)} samples, the first of "
+                f"prompt {lost[0].prompt_id}: {lost[0].message}"
+            )
+        metrics = eval_metrics(samples, n)
+        shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
+        self._console.say(f"eval at step {step}  {shown}")
+        return metrics

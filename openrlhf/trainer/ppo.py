@@ -1,0 +1,300 @@
+"""The synchronous PPO loop: prompts, rollout, experience, update, weight sync, evaluation, checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from openrlhf.datasets.prompts import PromptRow
+from openrlhf.trainer.metrics_log import MetricsLogger
+
+from openrlhf.algorithms.kl import make_kl_controller
+from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.config import PPOConfig
+from openrlhf.config.derive import derive
+from openrlhf.rollout.buffer import RolloutBuffer
+from openrlhf.rollout.episodes import Group
+from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
+from openrlhf.rollout.metrics import rollout_metrics
+from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.trainer.console import Console
+from openrlhf.trainer.evaluation import Evaluator
+from openrlhf.trainer.experience import (
+    POLICY_COLUMNS,
+    VALUE_COLUMNS,
+    Experience,
+    RolloutSummary,
+    add_advantages,
+    collect,
+    forward_batches,
+    optimizer_steps,
+    response_limit,
+    sequence_outputs,
+    step_batches,
+    token_outputs,
+    with_model_scores,
+)
+from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
+from openrlhf.trainer.prompt_stream import PromptStream
+from openrlhf.trainer.system import PPOSystem
+from openrlhf.trainer.weight_check import WeightCheck
+from openrlhf.workers.group import WorkerGroup
+
+SUMMARY = ("reward", "response_length", "kl", "policy_loss", "critic_loss")
+"""Figures of the line that each step prints, where they exist."""
+
+
+def training_sampling(cfg: PPOConfig) -> SamplingParams:
+    """Sampling options of training rollouts. Nothing comes from the model's generation_config.json."""
+    return SamplingParams(
+        temperature=cfg.temperature,
+        top_p=cfg.top_p,
+        top_k=cfg.top_k,
+        max_tokens=cfg.max_new_tokens,
+        min_tokens=0,
+        logprobs=cfg.enable_vllm_is_correction,
+    )
+
+
+class PPOTrainer:
+    """Runs PPO-family training on started processes.
+
+    Args:
+        cfg: a validated configuration.
+        system: engines and model workers, models loaded.
+        rows: the prompt set.
+        eval_rows: the evaluation prompts, empty for none.
+        probe: a short text as token ids, scored by trainer and engines after each weight sync.
+        logger: gets the metrics.
+        console: gets what a person reads.
+    """
+
+    def __init__(
+        self,
+        cfg: PPOConfig,
+        system: PPOSystem,
+        rows: Sequence[PromptRow],
+        eval_rows: Sequence[PromptRow],
+        probe: Sequence[int],
+        logger: MetricsLogger,
+        console: Console,
+    ) -> None:
+        self.cfg = cfg
+        self.system = system
+        self.logger = logger
+        self.console = console
+        self.stream = PromptStream(rows, cfg.seed, cfg.num_episodes)
+        self.buffer = RolloutBuffer()
+        self.kl = make_kl_controller(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
+        self.sampling = training_sampling(cfg)
+        self.evaluator = Evaluator(cfg, system.engines, eval_rows, console)
+        self.checkpoints = PPOCheckpoints(cfg, system)
+        self.weight_check = WeightCheck(cfg, system, probe)
+        self.total_rollouts = derive(cfg, len(rows)).num_rollouts
+        self.global_step = 0
+        self._filter = DynamicFilter(*cfg.dynamic_filtering_reward_range) if cfg.dynamic_filtering else None
+
+    # --- the loop --------------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train until the prompts of all episodes are used, or ``max_steps`` is reached; then save."""
+        if self.cfg.load_checkpoint:
+            self._resume()
+        with self.console.phase("weight sync"):
+            self.system.sync_weights()
+        self.weight_check.run()
+        if self.cfg.eval_before_train:
+            self._evaluate()
+        while not self._finished():
+            self.console.new_step()
+            collected = self._roll_out()
+            if not collected.groups:
+                break
+            metrics = {**collected.metrics(), **self._train_on(collected.groups)}
+            self.global_step += 1
+            self._after_update(metrics)
+        self._save_final()
+
+    def _finished(self) -> bool:
+        done = 0 < self.cfg.max_steps <= self.global_step
+        return done or (self.stream.remaining <= 0 and len(self.buffer) == 0)
+
+    def _after_update(self, metrics: dict[str, float]) -> None:
+        """Sync, log, checkpoint and evaluate, in the order that leaves nothing behind when one of them fails."""
+        due = self.cfg.save_steps > 0 and self.global_step % self.cfg.save_steps == 0
+        if due:
+            with self.console.phase("checkpoint"):
+                self.checkpoints.save(self.global_step, self._client_state())
+        with self.console.phase("weight sync"):
+            metrics["timing/sync_transfer"] = self.system.sync_weights()
+        metrics.update(self.weight_check.run())
+        seconds = self.console.seconds
+        metrics.update(
+            {
+                "timing/generation": seconds.get("generate", 0.0),
+                "timing/make_experience": seconds.get("experience", 0.0),
+                "timing/ppo_train": seconds.get("train", 0.0),
+                "timing/broadcast": seconds.get("weight sync", 0.0),
+                "timing/step_total": sum(seconds.values()),
+            }
+        )
+        if self.global_step % self.cfg.logging_steps == 0:
+            self.logger.log("train", self.global_step, metrics)
+        figures = {name: metrics[name] for name in SUMMARY if name in metrics}
+        self.console.step_line(self.global_step, self.total_rollouts, figures)
+        if self.cfg.eval_steps > 0 and self.global_step % self.cfg.eval_steps == 0:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        metrics = self.evaluator.run(self.global_step)
+        if not metrics:
+            return
+        self.logger.log("eval", self.global_step, metrics)
+        with self.system.training():
+            self.checkpoints.save_if_best(self.global_step, self._client_state(), metrics)
+
+    # --- rollout ---------------------------------------------------------------------------------------------------
+
+    def _roll_out(self) -> CollectedGroups:
+        cfg = self.cfg
+        collector = GroupCollector(
+            cfg.rollout_batch_size,
+            self._filter,
+            self.buffer,
+            max_rounds=cfg.dynamic_filtering_max_rounds if self._filter is not None else 1,
+        )
+
+        prompts = PromptRefill(collector, self.stream.take)
+        with self.console.phase("generate", cfg.rollout_batch_size) as phase, self.system.generating():
+            for group in self.system.engines.run_groups(
+                prompts, cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout
+            ):
+                collector.add(group)
+                phase.advance()
+        return collector.finish()
+
+    # --- update ----------------------------------------------------------------------------------------------------
+
+    def _train_on(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Experience and optimizer steps on finished groups; the step's metrics."""
+        cfg = self.cfg
+        experience = collect([group.trajectories for group in groups])
+        with self.system.training():
+            with self.console.phase("experience"):
+                plan = optimizer_steps(
+                    [t.group_id for t in experience.trajectories], cfg, seed=(cfg.seed, self.global_step)
+                )
+                experience = self._scored(experience)
+                self._add_model_columns(experience, len(plan))
+                summary = add_advantages(experience, cfg, self.kl.value)
+            with self.console.phase("train"):
+                metrics = self._optimize(experience, plan)
+        metrics.update(self._rollout_figures(experience, summary))
+        kl = metrics.get("kl")
+        metrics["kl_coef"] = self.kl.value
+        if kl is not None:
+            self.kl.update(kl, len(experience))
+        return metrics
+
+    def _scored(self, experience: Experience) -> Experience:
+        """With a reward model: its scores as rewards."""
+        group = self.system.reward
+        if group is None:
+            return experience
+        sequences = self._reward_inputs(experience.trajectories)
+        batches = forward_batches(sequences, len(group), self.cfg)
+        scores = sequence_outputs(batches, group.call("forward", per_rank=batches), len(sequences))
+        return Experience(with_model_scores(experience.trajectories, scores), experience.columns)
+
+    def _reward_inputs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """What the reward model reads: the sampled ids."""
+        return [t.token_ids for t in trajectories]
+
+    def _add_model_columns(self, experience: Experience, num_steps: int) -> None:
+        """Log-probs of policy and reference and values, where the algorithm uses them.
+
+        Old log-probs are left out when the rollout feeds a single optimizer step and no KL is in the reward: they
+        would equal the new ones.
+        """
+        system, cfg = self.system, self.cfg
+        wanted: dict[str, WorkerGroup] = {}
+        if system.ref is not None:
+            wanted["ref_logprobs"] = system.ref
+        if num_steps > 1 or (system.ref is not None and not cfg.use_kl_loss):
+            wanted["old_logprobs"] = system.actor
+        if system.critic is not None:
+            wanted["old_values"] = system.critic
+        sequences = [t.token_ids for t in experience.trajectories]
+        batches = {name: forward_batches(sequences, len(group), cfg) for name, group in wanted.items()}
+        calls = {name: group.submit("forward", per_rank=batches[name]) for name, group in wanted.items()}
+        for name, call in calls.items():
+            outputs = call.result(cfg.rollout_timeout)
+            experience.columns[name] = token_outputs(batches[name], outputs, len(experience))
+
+    def _optimize(self, experience: Experience, plan: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Policy and critic updates, side by side where they have devices of their own."""
+        system, cfg = self.system, self.cfg
+        calls = []
+        if self.global_step > cfg.freezing_actor_steps:
+            kl_coef = self.kl.value if cfg.use_kl_loss and system.ref is not None else 0.0
+            steps = step_batches(experience, plan, len(system.actor), cfg, POLICY_COLUMNS, kl_coef)
+            calls.append(system.actor.submit("train", per_rank=steps))
+        if system.critic is not None:
+            steps = step_batches(experience, plan, len(system.critic), cfg, VALUE_COLUMNS, 0.0)
+            calls.append(system.critic.submit("train", per_rank=steps))
+        parts: list[MetricSum] = list(itertools.chain.from_iterable(call.result(cfg.rollout_timeout) for call in calls))
+        return MetricSum.merged(parts).values()
+
+    def _rollout_figures(self, experience: Experience, summary: RolloutSummary) -> dict[str, float]:
+        metrics = rollout_metrics(experience.trajectories, max_response_length=response_limit(self.cfg))
+        shaped = summary.rewards
+        metrics["reward"] = float(shaped.mean())
+        metrics["return"] = float(summary.returns.mean())
+        if summary.kl is not None:
+            metrics["kl"] = summary.kl
+        return metrics
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _client_state(self) -> dict[str, Any]:
+        return {
+            "episode": self.stream.episode,
+            "global_step": self.global_step,
+            "total_consumed_prompts": self.stream.consumed,
+            "data_loader_state_dict": self.stream.state_dict(),
+            "buffer": self.buffer.state_dict(),
+            "kl_coef": self.kl.value,
+            **self.checkpoints.best_state(),
+        }
+
+    def _resume(self) -> None:
+        state = self.checkpoints.load()
+        if state is None:
+            self.console.say(f"No checkpoint in {self.cfg.ckpt_path}: starting from the beginning")
+            return
+        self.stream.load_state_dict(state["data_loader_state_dict"])
+        self.buffer.load_state_dict(state["buffer"])
+        self.kl.value = state["kl_coef"]
+        self.global_step = state["global_step"]
+        self.console.say(
+            f"Resumed after step {self.global_step} ({self.stream.consumed} prompts used, {len(self.buffer)} groups "
+            "waiting)"
+        )
+
+    def _save_final(self) -> None:
+        with self.console.phase("save"), self.system.training():
+            self.checkpoints.save_final()
+        self.console.say(f"Saved the policy to {self.cfg.save_path}")
+
+
+def probe_ids(rows: Sequence[PromptRow], limit: int) -> list[int]:
+    """A fixed text of at most ``limit`` and at least two tokens, made of the first prompts."""
+    ids: list[int] = []
+    for row in itertools.cycle(rows):
+        ids.extend(row.token_ids)
+        if len(ids) >= limit:
+            break
+    return ids[:limit]

@@ -1,0 +1,97 @@
+"""Checkpoints of a PPO run: actor and critic under one tag, the best by an evaluation metric, and the final model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config import PPOConfig
+from openrlhf.trainer.system import PPOSystem
+from openrlhf.workers.checkpoint_files import latest_tag
+
+NO_METRIC = "none"
+
+
+class PPOCheckpoints:
+    """Saves and restores the trained roles of a run.
+
+    ``<ckpt_path>/_actor`` and ``<ckpt_path>/_critic`` hold the resumable parts, ``<tag>_hf`` beside them the
+    Hugging Face copies (``--save_hf_ckpt``).
+    """
+
+    def __init__(self, cfg: PPOConfig, system: PPOSystem) -> None:
+        self._cfg = cfg
+        self._system = system
+        self._root = Path(cfg.ckpt_path)
+        self._best_key: str | None = None
+        self._best_value: float | None = None
+
+    def save(self, step: int, client_state: dict[str, Any]) -> None:
+        """Write the regular checkpoint of a step."""
+        self._write(f"global_step{step}", client_state, keep=self._cfg.max_ckpt_num)
+
+    def save_if_best(self, step: int, client_state: dict[str, Any], metrics: dict[str, float]) -> None:
+        """After an evaluation: write ``best_global_step<N>`` when the metric improved."""
+        if self._cfg.best_metric_key == NO_METRIC or self._cfg.save_steps <= 0:
+            return
+        key = self._cfg.best_metric_key or next((k for k in sorted(metrics) if k.endswith("_pass1")), None)
+        if key is None or key not in metrics:
+            raise ValueError(
+                f"--best_metric_key {self._cfg.best_metric_key!r} is no evaluation metric; there are: "
+                f"{', '.join(sorted(metrics))} (or `none` for no best checkpoint)"
+            )
+        if self._best_value is not None and metrics[key] <= self._best_value:
+            return
+        self._best_key, self._best_value = key, metrics[key]
+        self._write(f"best_global_step{step}", {**client_state, **self.best_state()}, keep=None)
+
+    def best_state(self) -> dict[str, Any]:
+        """What the client state of a checkpoint says about the best metric so far."""
+        return {"best_eval_metric_key": self._best_key, "best_eval_metric_value": self._best_value}
+
+    def load(self) -> dict[str, Any] | None:
+        """Restore the newest checkpoint of all trained roles; None when there is none.
+
+        Raises:
+            WorkerError: a checkpoint is damaged or does not fit this run.
+            ValueError: actor and critic have different newest checkpoints.
+        """
+        tag = latest_tag(self._root / "_actor")
+        if tag is None:
+            return None
+        if self._system.critic is not None and latest_tag(self._root / "_critic") != tag:
+            raise ValueError(
+                f"{self._root} has checkpoint {tag} of the actor, but {latest_tag(self._root / '_critic')} of the "
+                "critic; point both `latest` files to a tag that both have"
+            )
+        state: dict[str, Any] = self._system.actor.call("load_checkpoint", str(self._root / "_actor"), tag)[0]
+        if self._system.critic is not None:
+            self._system.critic.call("load_checkpoint", str(self._root / "_critic"), tag)
+        self._best_key = state.get("best_eval_metric_key")
+        self._best_value = state.get("best_eval_metric_value")
+        return state
+
+    def save_final(self) -> None:
+        """Write the policy to ``save_path``, and the critic beside it when asked."""
+        self._system.actor.call("save_hf", self._cfg.save_path)
+        if self._cfg.save_value_network and self._system.critic is not None:
+            self._system.critic.call("save_hf", self._cfg.save_path + "_critic")
+
+    def _write(self, tag: str, client_state: dict[str, Any], keep: int | None) -> None:
+        if self._cfg.save_hf_ckpt:
+            self._system.actor.call("save_hf", str(self._root / f"{tag}_hf"))
+        if self._cfg.disable_ds_ckpt:
+            return
+        # The critic first: `latest` of the actor, which a resume looks at, moves when both are complete.
+        if self._system.critic is not None:
+            self._system.critic.call(
+                "save_checkpoint",
+                str(self._root / "_critic"),
+                tag,
+                client_state,
+                keep,
+                self._cfg.max_ckpt_mem,
+            )
+        self._system.actor.call(
+            "save_checkpoint", str(self._root / "_actor"), tag, client_state, keep, self._cfg.max_ckpt_mem
+        )

@@ -1,0 +1,129 @@
+"""One run of train_ppo_ray from a configuration: checks that need files, the processes, the loop, the clean-up."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from openrlhf.datasets.prompts import PromptRow, load_prompts
+from openrlhf.datasets.sources import DataError
+from openrlhf.trainer.metrics_log import MetricsLogger
+
+from openrlhf.config import PPOConfig
+from openrlhf.config.derive import derive, prompt_limit
+from openrlhf.engines.rollouts import RolloutSpec, reward_urls
+from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
+from openrlhf.rollout.errors import RolloutError
+from openrlhf.rollout.loader import load_agent_executor
+from openrlhf.rollout.rewards import FunctionReward, make_reward_source
+from openrlhf.trainer.console import Console
+from openrlhf.trainer.ppo import PPOTrainer, probe_ids, training_sampling
+from openrlhf.trainer.reward_servers import wait_for_servers
+from openrlhf.trainer.system import start_system
+from openrlhf.trainer.weight_check import WeightMismatchError
+from openrlhf.workers.cluster import disconnect
+from openrlhf.workers.group import WorkerError
+from openrlhf.workers.placement import PlacementError
+
+PROBE_TOKENS = 64
+
+EXPLAINED = (
+    DataError,
+    ModelLoadError,
+    PlacementError,
+    RolloutError,
+    WeightMismatchError,
+    WorkerError,
+    FloatingPointError,
+)
+"""Failures whose message says what to do; anything else ends with a traceback."""
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or a request to end; not an Exception, so that nothing on the way takes it for a failure."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything read from files before a process is started."""
+
+    rows: Sequence[PromptRow]
+    eval_rows: Sequence[PromptRow]
+    probe: list[int]
+
+
+def read_inputs(cfg: PPOConfig) -> Inputs:
+    """Load prompts and look at models, rewards and agents, so that mistakes show before anything is started.
+
+    Raises:
+        one of :data:`EXPLAINED`.
+    """
+    for path in (cfg.pretrain, cfg.reward_pretrain, cfg.critic_pretrain):
+        if path:
+            check_model_folder(path)
+    tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
+    rows = load_prompts(cfg, tokenizer, max_tokens=prompt_limit(cfg))
+    eval_rows = load_prompts(cfg, tokenizer, max_tokens=prompt_limit(cfg), evaluation=True) if cfg.eval_dataset else []
+    if cfg.agent_func_path:
+        load_agent_executor(cfg.agent_func_path)
+    urls = reward_urls(cfg)
+    if urls and not isinstance(make_reward_source(urls), FunctionReward):
+        wait_for_servers(urls)
+    return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)))
+
+
+def run(cfg: PPOConfig) -> int:
+    """Train; returns the exit status."""
+    console = Console()
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        _train(cfg, console)
+    except EXPLAINED as error:
+        print(f"\nerror: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as interrupted:
+        print(f"\ninterrupted ({interrupted}); all processes of this run were ended", file=sys.stderr)
+        return 130
+    finally:
+        disconnect()
+    return 0
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    # One is enough: the clean-up that it starts must not be interrupted by the next.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Interrupted(signal.Signals(signum).name)
+
+
+def _train(cfg: PPOConfig, console: Console) -> None:
+    inputs = read_inputs(cfg)
+    derived = derive(cfg, len(inputs.rows))
+    console.say(
+        f"{len(inputs.rows)} prompts, {derived.num_rollouts} rollouts of {derived.samples_per_rollout} samples, "
+        f"{derived.total_steps} optimizer steps"
+    )
+    run_dir = Path(cfg.run_folder)
+    log_dir = (run_dir / "logs").absolute()
+    log_dir.mkdir(parents=True, exist_ok=True)
+    console.say(f"Metrics and the logs of all processes are in {run_dir}")
+    logger = MetricsLogger(cfg, run_dir)
+    try:
+        system = start_system(
+            cfg,
+            RolloutSpec(cfg, training_sampling(cfg)),
+            actor_steps=derived.total_steps or 1,
+            log_dir=log_dir,
+            report=console.say,
+        )
+        try:
+            PPOTrainer(cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, logger, console).fit()
+        finally:
+            system.close()
+    finally:
+        logger.close()

@@ -1,0 +1,173 @@
+"""The processes of a PPO run: started side by side, put to sleep and woken in turn, and ended together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from openrlhf.config import PPOConfig
+from openrlhf.engines.pool import EnginePool, start_engines
+from openrlhf.engines.rollouts import RolloutSpec
+from openrlhf.workers.cluster import Cluster, connect, create_cluster, disconnect
+from openrlhf.workers.group import PendingCall, WorkerGroup
+from openrlhf.workers.model_worker import form_groups, start_group
+from openrlhf.workers.placement import plan_placement
+
+Report = Callable[[str], None]
+
+
+def weight_transport(cfg: PPOConfig, device: str) -> str:
+    """How weights travel: CUDA IPC where actor and engines share GPUs, NCCL where they don't, gloo on CPUs."""
+    if device == "CPU" or cfg.vllm_sync_backend == "gloo":
+        return "gloo"
+    return "ipc" if cfg.colocate_all_models and not cfg.async_train else "nccl"
+
+
+@dataclass
+class PPOSystem:
+    """Engines and model workers of a run.
+
+    With ``--vllm_enable_sleep`` engines and models take turns on the same GPUs; :meth:`generating` and
+    :meth:`training` are the two sides, :meth:`sync_weights` is the way from the second to the first.
+    """
+
+    cfg: PPOConfig
+    cluster: Cluster
+    engines: EnginePool
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    ref: WorkerGroup | None
+    reward: WorkerGroup | None
+
+    @property
+    def model_groups(self) -> list[WorkerGroup]:
+        return [group for group in (self.actor, self.critic, self.ref, self.reward) if group is not None]
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Around the use of the engines: afterwards they sleep."""
+        yield
+        if self.cfg.vllm_enable_sleep:
+            self.engines.sleep()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around the use of the models: their state is on the device meanwhile."""
+        if self.cfg.deepspeed_enable_sleep:
+            for group in self.model_groups:
+                group.call("reload")
+        yield
+
+    def sync_weights(self) -> float:
+        """Send the actor's weights to the engines and make these ready to generate.
+
+        Returns:
+            Seconds that the transfer took, without waking.
+        """
+        if self.cfg.vllm_enable_sleep:
+            self.engines.wake(["weights"])
+        seconds = max(self.actor.call("sync_weights"))
+        if self.cfg.deepspeed_enable_sleep:
+            for group in self.model_groups:
+                group.call("offload")
+        if self.cfg.vllm_enable_sleep:
+            self.engines.wake(["kv_cache"])
+        return float(seconds)
+
+    def close(self) -> None:
+        """End all processes and leave the cluster; safe to call at any time."""
+        try:
+            self.engines.shutdown()
+        finally:
+            for group in [*self.model_groups, self.engines.group]:
+                group.kill()
+            self.cluster.remove()
+
+
+def cluster_device() -> str:
+    """The Ray resource that models run on: "GPU" if the cluster has any, else "CPU"."""
+    return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
+
+
+def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_dir: Path, report: Report) -> PPOSystem:
+    """Connect to Ray, place and start everything, and load the models.
+
+    Args:
+        cfg: a validated configuration.
+        rollout: what the engines' episodes need.
+        actor_steps: optimizer steps that the schedules span.
+        log_dir: every process writes its output to a file there.
+        report: gets one line a milestone.
+
+    Raises:
+        PlacementError: the cluster can't hold the plan, or not in time.
+        WorkerError: a process failed while starting; with the end of its log.
+    """
+    connect()
+    deadline = time.monotonic() + cfg.start_timeout
+
+    def left() -> float:
+        return max(1.0, deadline - time.monotonic())
+
+    device = cluster_device()
+    plan = plan_placement(cfg, device)
+    report(f"Placement ({plan.devices} devices):\n{plan.describe()}")
+    cluster = create_cluster(plan, left())
+    transport = weight_transport(cfg, device)
+    device_type = "cuda" if device == "GPU" else "cpu"
+    engines = start_engines(cfg, cluster, device_type=device_type, transport=transport, log_dir=str(log_dir))
+    started: list[WorkerGroup] = [engines.group]
+    try:
+        loading: list[PendingCall] = [engines.load(rollout)]
+        groups: dict[str, WorkerGroup] = {}
+        for role in plan.role_names:
+            if role != "engine":
+                groups[role] = start_group(role, cluster, str(log_dir), cfg.rollout_timeout)
+                started.append(groups[role])
+        loading.extend(form_groups(list(groups.values()), left()))
+        if device == "GPU" and cfg.colocate_all_models and not cfg.async_train:
+            # vLLM sizes its cache by what is free while it starts, so nobody else may take memory then.
+            _wait(loading, left)
+            if cfg.vllm_enable_sleep:
+                engines.sleep()
+            loading = []
+        loading.extend(group.submit("load", cfg, actor_steps) for group in groups.values())
+        _wait(loading, left)
+        report(f"Models and engines ready after {cfg.start_timeout - left():.0f} s")
+        system = PPOSystem(
+            cfg,
+            cluster,
+            engines,
+            groups["actor"],
+            groups.get("critic"),
+            groups.get("ref"),
+            groups.get("reward"),
+        )
+        system.actor.call(
+            "connect_engines",
+            engines.group.handles,
+            transport,
+            engines.workers_per_engine,
+            cfg.rollout_timeout,
+            timeout=left(),
+        )
+        return system
+    except BaseException:
+        for group in started:
+            group.kill()
+        cluster.remove()
+        raise
+
+
+def _wait(pending: list[PendingCall], left: Callable[[], float]) -> list[Any]:
+    """Wait for several calls at once, so that the first failure among them is the one that is reported."""
+    return PendingCall.together(pending).result(left())
+
+
+__all__ = ["PPOSystem", "cluster_device", "disconnect", "start_system", "weight_transport"]
