@@ -7,7 +7,11 @@ minus its own. Prompt, tool and environment tokens are no transitions: the recur
 only.
 
 Order of the reward pipeline: length penalties (:mod:`openrlhf.algorithms.shaping`, before this module), group
-baseline and scale, clip to ``reward_clip_range``, placement on the last action token, KL penalty per token.
+baseline and scale, clip to ``reward_clip_range``, placement on action tokens, KL penalty per token.
+
+A sequence's reward is one outcome: the group estimators put all of it on the last action token, so that every
+token of the sequence has the same advantage (but for the KL penalty). ``gae`` and ``reinforce`` use the step
+rewards of multi-turn episodes, which say where parts of that reward were earned.
 """
 
 from __future__ import annotations
@@ -30,13 +34,14 @@ class RolloutColumns:
     """One rollout (or a whole-group part of one) of ``S`` sequences and ``N`` tokens.
 
     Attributes:
-        rewards: float ``[S]``, terminal reward of each sequence, length penalties already applied.
+        rewards: float ``[S]``, whole reward of each sequence, length penalties already applied.
         group_ids: int ``[S]``; samples of one prompt share an id, in any order and number.
         action_mask: bool ``[N]``, the policy sampled this token.
         cu_seqlens: int ``[S + 1]``, sequence offsets.
         kl: float ``[N]`` or None, estimated KL to the reference for each token.
         values: float ``[N]`` or None, critic values (of the state before each token).
-        step_rewards: float ``[N]`` or None, further rewards at positions inside the sequence.
+        step_rewards: float ``[N]`` or None, the parts of ``rewards`` that were earned inside the sequence;
+            the rest is earned at its end.
     """
 
     rewards: Tensor
@@ -202,46 +207,39 @@ def last_actions(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def place_token_rewards(
-    columns: RolloutColumns, terminal: Tensor, step_scale: Tensor, kl_coef: float
+    columns: RolloutColumns, outcomes: Tensor, kl_coef: float, *, use_steps: bool
 ) -> Tensor:
-    """Rewards of tokens, float64 ``[N]``, nonzero on action tokens only.
+    """Rewards of tokens, float64 ``[N]``, nonzero on action tokens only; without KL they sum to ``outcomes``.
 
-    The terminal reward goes to the last action token. A step reward at a position that is no action goes to
-    the last action before it (it rewards what led there), or to the first action if there is none before.
-    Sequences without actions get nothing.
+    The outcome, less the step rewards, goes to the last action token. A step reward at a position that is no
+    action goes to the last action before it (it rewards what led there), or to the first action if there is
+    none before. Sequences without actions get nothing.
 
     Args:
         columns: the rollout.
-        terminal: float ``[S]``, baseline-adjusted and clipped.
-        step_scale: float ``[S]``, factor of the sequence's step rewards.
+        outcomes: float ``[S]``, baseline-adjusted and clipped reward of each sequence.
         kl_coef: the penalty ``kl_coef * kl[t]`` is taken off each action token.
+        use_steps: whether step rewards stay where they were earned.
     """
     mask, cu_seqlens = columns.action_mask, columns.cu_seqlens
     tokens = mask.numel()
     rewards = torch.zeros(tokens, dtype=torch.float64, device=mask.device)
     last = last_actions(mask, cu_seqlens)
     has_action = last >= 0
-    rewards.index_add_(0, last[has_action], terminal.double()[has_action])
-    if columns.step_rewards is not None:
+    if use_steps and columns.step_rewards is not None:
+        steps = columns.step_rewards.double()
+        outcomes = outcomes - sequence_sum(steps, cu_seqlens)
         ids = sequence_ids(cu_seqlens, tokens)
         index = torch.arange(tokens, device=mask.device)
         before = torch.where(mask, index, -1).cummax(0).values
         after = torch.where(mask, index, tokens).flip(0).cummin(0).values.flip(0)
         target = torch.where(before >= cu_seqlens[ids], before, after)
-        valid = has_action[ids] & (columns.step_rewards != 0)
-        scaled = columns.step_rewards.double() * step_scale[ids]
-        rewards.index_add_(0, target[valid], scaled[valid])
+        earned = has_action[ids] & (steps != 0)
+        rewards.index_add_(0, target[earned], steps[earned])
+    rewards.index_add_(0, last[has_action], outcomes.double()[has_action])
     if columns.kl is not None and kl_coef != 0:
         rewards = rewards - kl_coef * zero_masked(columns.kl.double(), mask)
     return rewards
-
-
-def _outcomes(columns: RolloutColumns) -> Tensor:
-    """float64 ``[S]``, everything a sequence earned: terminal reward plus step rewards."""
-    outcomes = columns.rewards.double()
-    if columns.step_rewards is not None:
-        outcomes = outcomes + sequence_sum(columns.step_rewards.double(), columns.cu_seqlens)
-    return outcomes
 
 
 def _clip(rewards: Tensor, settings: AdvantageSettings) -> Tensor:
@@ -291,15 +289,13 @@ def _group_advantages(
     constant: Tensor,
     scale: Tensor | None = None,
 ) -> Advantages:
-    """Subtract a per-sample baseline from the terminal reward, scale, clip, and sum the rewards to go.
+    """Subtract a per-sample baseline from the reward, scale, clip, and give it to all tokens.
 
-    Step rewards keep their positions and take the same scale; where a group's outcomes are all equal there is
-    nothing to learn from them and everything but the KL penalty is exactly 0.
+    Where the rewards of a group are all equal there is nothing to learn: they become exactly 0.
     """
-    scale = torch.ones_like(baseline) if scale is None else scale
-    scale = torch.where(constant, 0.0, scale)
-    terminal = _clip((columns.rewards.double() - baseline) * scale, settings)
-    return _discounted(columns, settings, torch.where(constant, 0.0, terminal), scale)
+    centred = columns.rewards.double() - baseline
+    outcomes = _clip(centred if scale is None else centred * scale, settings)
+    return _discounted(columns, settings, torch.where(constant, 0.0, outcomes), use_steps=False)
 
 
 # --- recursions over action tokens ----------------------------------------------------------------
@@ -340,9 +336,9 @@ def _next_action(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _discounted(
-    columns: RolloutColumns, settings: AdvantageSettings, terminal: Tensor, step_scale: Tensor
+    columns: RolloutColumns, settings: AdvantageSettings, outcomes: Tensor, *, use_steps: bool
 ) -> Advantages:
-    token_rewards = place_token_rewards(columns, terminal, step_scale, settings.kl_coef)
+    token_rewards = place_token_rewards(columns, outcomes, settings.kl_coef, use_steps=use_steps)
     returns = _discounted_sums(token_rewards, settings.gamma, columns.action_mask, columns.cu_seqlens)
     return Advantages(returns, returns, token_rewards, sequence_sum(token_rewards, columns.cu_seqlens))
 
@@ -380,8 +376,8 @@ def gae(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """
     assert columns.values is not None
     mask, cu_seqlens = columns.action_mask, columns.cu_seqlens
-    terminal = _clip(columns.rewards.double(), settings)
-    token_rewards = place_token_rewards(columns, terminal, torch.ones_like(terminal), settings.kl_coef)
+    outcomes = _clip(columns.rewards.double(), settings)
+    token_rewards = place_token_rewards(columns, outcomes, settings.kl_coef, use_steps=True)
     values = zero_masked(columns.values.double(), mask)
     delta = token_rewards + settings.gamma * _next_action(values, mask, cu_seqlens) - values
     advantages = _discounted_sums(delta, settings.gamma * settings.lambd, mask, cu_seqlens)
@@ -391,8 +387,7 @@ def gae(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
 @register_advantage_estimator("reinforce", whiten=True)
 def reinforce(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """REINFORCE++: discounted rewards to go, KL in the reward, global whitening (arXiv:2501.03262)."""
-    terminal = _clip(columns.rewards.double(), settings)
-    return _discounted(columns, settings, terminal, torch.ones_like(terminal))
+    return _discounted(columns, settings, _clip(columns.rewards.double(), settings), use_steps=True)
 
 
 @register_advantage_estimator("flash_reinforce")
@@ -402,21 +397,21 @@ def flash_reinforce(columns: RolloutColumns, settings: AdvantageSettings) -> Adv
     Meant for one optimizer step a rollout, with ``--loss_agg_mode seq-mean-token-mean`` and rollout
     correction gated by the sequence's ``binary_kl``. ``columns`` has to be the whole rollout.
     """
-    batch = group_statistics(_outcomes(columns), torch.zeros_like(columns.group_ids))
+    batch = group_statistics(columns.rewards, torch.zeros_like(columns.group_ids))
     return _group_advantages(columns, settings, batch.mean, batch.constant)
 
 
 @register_advantage_estimator("reinforce_baseline", needs_group=True, whiten=True)
 def reinforce_baseline(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """REINFORCE++ with the group's mean reward as baseline, then global whitening (arXiv:2501.03262)."""
-    group = group_statistics(_outcomes(columns), columns.group_ids)
+    group = group_statistics(columns.rewards, columns.group_ids)
     return _group_advantages(columns, settings, group.mean, group.constant)
 
 
 @register_advantage_estimator("group_norm", needs_group=True)
 def group_norm(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """GRPO: ``(r - mean) / (std + 1e-9)`` in the group, sample standard deviation (arXiv:2402.03300)."""
-    group = group_statistics(_outcomes(columns), columns.group_ids)
+    group = group_statistics(columns.rewards, columns.group_ids)
     scale = 1.0 / (group.std + GROUP_STD_EPS)
     return _group_advantages(columns, settings, group.mean, group.constant, scale)
 
@@ -424,16 +419,15 @@ def group_norm(columns: RolloutColumns, settings: AdvantageSettings) -> Advantag
 @register_advantage_estimator("dr_grpo", needs_group=True)
 def dr_grpo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """Dr. GRPO: the group's mean is subtracted, nothing is divided (arXiv:2503.20783)."""
-    group = group_statistics(_outcomes(columns), columns.group_ids)
+    group = group_statistics(columns.rewards, columns.group_ids)
     return _group_advantages(columns, settings, group.mean, group.constant)
 
 
 @register_advantage_estimator("rloo", needs_group=True)
 def rloo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """Leave-one-out: the baseline is the mean of the group's *other* rewards (arXiv:2402.14740)."""
-    outcomes = _outcomes(columns)
-    group = group_statistics(outcomes, columns.group_ids)
-    others = (group.mean * group.count - outcomes) / (group.count - 1).clamp(min=1)
+    group = group_statistics(columns.rewards, columns.group_ids)
+    others = (group.mean * group.count - columns.rewards.double()) / (group.count - 1).clamp(min=1)
     return _group_advantages(columns, settings, others, group.constant)
 
 
@@ -441,5 +435,5 @@ def rloo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
 def opo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """OPO: the baseline is the group's mean reward weighted by response length (arXiv:2505.23585)."""
     lengths = sequence_sum(columns.action_mask.double(), columns.cu_seqlens)
-    group = group_statistics(_outcomes(columns), columns.group_ids, weights=lengths)
+    group = group_statistics(columns.rewards, columns.group_ids, weights=lengths)
     return _group_advantages(columns, settings, group.mean, group.constant)

@@ -53,19 +53,17 @@ def columns(
 # --- the reference ---------------------------------------------------------------------------------
 
 
-def reference_terminal(name, rewards, steps, lengths, groups, clip):
-    """Baseline-adjusted terminal reward and factor of the step rewards, sample by sample."""
-    outcome = [r + sum(s) for r, s in zip(rewards, steps, strict=True)]
-    terminals, scales = [], []
+def reference_outcomes(name, rewards, lengths, groups, clip):
+    """Baseline-adjusted and clipped reward, sample by sample."""
+    outcomes = []
     for i, r in enumerate(rewards):
         everyone = range(len(rewards))
         peers = [j for j in everyone if name == "flash_reinforce" or groups[j] == groups[i]]
-        mine = [outcome[j] for j in peers]
+        mine = [rewards[j] for j in peers]
         mean = sum(mine) / len(mine)
         baseline, scale = 0.0, 1.0
         if name not in ("gae", "reinforce") and max(mine) == min(mine):
-            terminals.append(0.0)
-            scales.append(0.0)
+            outcomes.append(0.0)
             continue
         if name in ("reinforce_baseline", "dr_grpo", "group_norm", "flash_reinforce"):
             baseline = mean
@@ -73,31 +71,30 @@ def reference_terminal(name, rewards, steps, lengths, groups, clip):
             std = math.sqrt(sum((x - mean) ** 2 for x in mine) / (len(mine) - 1))
             scale = 1 / (std + 1e-9)
         if name == "rloo":
-            baseline = sum(outcome[j] for j in peers if j != i) / (len(peers) - 1)
+            baseline = sum(rewards[j] for j in peers if j != i) / (len(peers) - 1)
         if name == "opo":
             weight = sum(lengths[j] for j in peers)
-            baseline = sum(lengths[j] * outcome[j] for j in peers) / weight if weight else 0.0
-        terminal = (r - baseline) * scale
-        terminals.append(min(max(terminal, clip[0]), clip[1]))
-        scales.append(scale)
-    return terminals, scales
+            baseline = sum(lengths[j] * rewards[j] for j in peers) / weight if weight else 0.0
+        outcomes.append(min(max((r - baseline) * scale, clip[0]), clip[1]))
+    return outcomes
 
 
 def reference(name, batch: Batch, rewards, steps, kl, values, settings: AdvantageSettings):
     """Advantages and returns, packed, as plain lists."""
     lengths = [sum(mask) for mask in batch.masks]
     clip = settings.reward_clip_range or (-math.inf, math.inf)
-    terminals, scales = reference_terminal(name, rewards, steps, lengths, batch.groups, clip)
+    outcomes = reference_outcomes(name, rewards, lengths, batch.groups, clip)
     advantages, returns = [], []
     for i, (start, _) in enumerate(batch.bounds):
         mask = batch.masks[i]
         actions = [t for t, m in enumerate(mask) if m]
         token_reward = dict.fromkeys(actions, 0.0)
         if actions:
-            token_reward[actions[-1]] += terminals[i]
-            for position, step in enumerate(steps[i]):
+            token_reward[actions[-1]] += outcomes[i]
+            for position, step in enumerate(steps[i] if name in ("gae", "reinforce") else []):
                 earlier = [a for a in actions if a <= position]
-                token_reward[earlier[-1] if earlier else actions[0]] += step * scales[i]
+                token_reward[earlier[-1] if earlier else actions[0]] += step
+                token_reward[actions[-1]] -= step
             for a in actions:
                 token_reward[a] -= settings.kl_coef * kl[start + a]
         adv, ret = [0.0] * len(mask), [0.0] * len(mask)
@@ -204,7 +201,7 @@ def test_gae_skips_environment_tokens_and_padding() -> None:
     np.testing.assert_allclose(split.returns, [0.94, 0, 0, 1.00], rtol=1e-6)
     padded = gae(columns([[1, 1, 0]], [1.0], values=[0.1, 0.3, 77]), AdvantageSettings(lambd=0.95))
     np.testing.assert_allclose(padded.advantages, [0.865, 0.70, 0], rtol=1e-6)
-    trailing = columns([[1, 0, 0, 1, 0]], [0.0], values=[0.2, 5, 5, 0.4, 9], step_rewards=[0, 0, 0, 0, 1.0])
+    trailing = columns([[1, 0, 0, 1, 0]], [1.0], values=[0.2, 5, 5, 0.4, 9], step_rewards=[0, 0, 0, 0, 1.0])
     moved = gae(trailing, settings)
     assert torch.equal(moved.advantages[:4], split.advantages) and moved.advantages[4] == 0
     assert torch.equal(moved.returns[:4], split.returns)
@@ -212,8 +209,21 @@ def test_gae_skips_environment_tokens_and_padding() -> None:
 
 def test_terminal_reward_sits_on_the_last_action_token() -> None:
     cols = columns([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], [3.0, 3.0])
-    placed = place_token_rewards(cols, cols.rewards, torch.ones(2), kl_coef=0.0)
+    placed = place_token_rewards(cols, cols.rewards, kl_coef=0.0, use_steps=True)
     assert placed.tolist() == [0, 0, 3, 0, 0, 0, 0, 0, 0, 3]
+
+
+def test_step_rewards_are_parts_of_the_reward() -> None:
+    """Two turns that earned 1 and 2, and a length penalty of 0.5 on the total."""
+    cols = columns([[1, 0, 1]] * 2, [2.5, 2.5], groups=[0, 1], step_rewards=[1, 0, 2] * 2)
+    settings = AdvantageSettings(std_norm=False)
+    by_step = compute_advantages("reinforce", cols, settings)
+    assert by_step.token_rewards.tolist() == [1, 0, 1.5] * 2
+    assert by_step.returns.tolist() == [2.5, 0, 1.5] * 2
+    assert by_step.sequence_returns.tolist() == [2.5, 2.5]
+    uneven = columns([[1, 0, 1]] * 2, [2.5, 0.5], groups=[0, 0], step_rewards=[1, 0, 2, 1, 0, 0])
+    outcome = compute_advantages("dr_grpo", uneven, settings)
+    assert outcome.advantages.tolist() == [1, 0, 1, -1, 0, -1]  # one outcome for all tokens
 
 
 def test_kl_penalty_in_the_reward() -> None:
