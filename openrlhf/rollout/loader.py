@@ -6,7 +6,7 @@ import inspect
 
 from openrlhf.rollout.agents import AgentExecutorBase
 from openrlhf.rollout.errors import AgentError, describe_exception, user_location
-from openrlhf.rollout.usercode import load_user_module
+from openrlhf.rollout.usercode import accepts_keyword, load_user_module
 
 _ARGUMENTS = ("prompt", "label", "sampling_params", "max_length", "hf_tokenizer", "llm_engine")
 _CONTRACT = (
@@ -39,7 +39,8 @@ def load_agent_executor(path: str) -> AgentExecutorBase:
     if not inspect.iscoroutinefunction(cls.execute):
         raise AgentError(f"{path}: AgentExecutor.execute must be `async def`")
     try:
-        inspect.signature(cls.execute).bind(None, **dict.fromkeys(_ARGUMENTS))
+        more = ("images",) if accepts_keyword(cls.execute, "images") else ()
+        inspect.signature(cls.execute).bind(None, **dict.fromkeys(_ARGUMENTS + more))
     except TypeError as error:
         raise AgentError(
             f"{path}: AgentExecutor.execute{inspect.signature(cls.execute)} can't be called with the "

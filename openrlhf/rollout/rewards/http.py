@@ -77,8 +77,8 @@ class HTTPReward:
     """Scores samples with one or several reward servers.
 
     Each request goes to the least-loaded server that is not resting after a failure; when it fails, another
-    one is asked at once. Retried are 5xx, 408, 425, 429, connection errors, time-outs and bodies that are not JSON.
-    Any other 4xx, and JSON of the wrong shape, fails at once.
+    one is asked at once. Retried are 5xx, 408, 425, 429, connection errors, time-outs and bodies that are not
+    JSON. Any other 4xx, and JSON of the wrong shape, fails at once.
 
     If the environment variable OPENRLHF_REWARD_TOKEN is set, it is sent as bearer token.
     """
