@@ -34,9 +34,7 @@ from openrlhf.config.options_ppo import (
 
 
 @dataclass(kw_only=True)
-class TrainerOptions(
-    ModelOptions, TrainOptions, OptimizerOptions, DeepSpeedOptions, CheckpointOptions, LoggingOptions
-):
+class TrainerOptions(ModelOptions, TrainOptions, OptimizerOptions, DeepSpeedOptions, CheckpointOptions, LoggingOptions):
     """What every training command has."""
 
 
@@ -66,9 +64,7 @@ class RMConfig(PreferenceDataOptions, ValueHeadOptions, SupervisedOptions):
     loss: str = flag(
         "sigmoid", "pairwise loss: log-sigmoid or log-exp", "model.loss_type", choices=("sigmoid", "logexp")
     )
-    margin_loss: bool = flag(
-        False, "ask for the data's margin between the two rewards", "model.margin_loss_enable"
-    )
+    margin_loss: bool = flag(False, "ask for the data's margin between the two rewards", "model.margin_loss_enable")
     compute_fp32_loss: bool = flag(
         False, "compute the loss in fp32 whatever param_dtype is", "model.compute_fp32_loss_enable"
     )
@@ -87,15 +83,9 @@ class DPOConfig(PreferenceDataOptions, SupervisedOptions):
 
     beta: float = flag(0.1, "how strongly the reference model holds", "model.beta")
     ipo: bool = flag(False, "the squared loss of IPO", "model.ipo_enable")
-    label_smoothing: float = flag(
-        0.0, "share of the pairs taken to be labelled wrongly", "model.label_smoothing"
-    )
-    nll_loss_coef: float = flag(
-        0.0, "weight of the chosen answer's negative log-likelihood", "model.nll_loss_coef"
-    )
-    ref_pretrain: str | None = flag(
-        None, "reference model; as pretrain if not given", "ref.model_name_or_path"
-    )
+    label_smoothing: float = flag(0.0, "share of the pairs taken to be labelled wrongly", "model.label_smoothing")
+    nll_loss_coef: float = flag(0.0, "weight of the chosen answer's negative log-likelihood", "model.nll_loss_coef")
+    ref_pretrain: str | None = flag(None, "reference model; as pretrain if not given", "ref.model_name_or_path")
     ref_offload: bool = redefault(PlacementOptions, "ref_offload", False)
     learning_rate: float = redefault(SupervisedOptions, "learning_rate", 1e-5)
     max_len: int = redefault(DataOptions, "max_len", 512)

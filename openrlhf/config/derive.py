@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf.config.commands import PPOConfig, SupervisedOptions, TrainerOptions
 from openrlhf.config.datasource import parse_sources
+from openrlhf.config.flag import flag_value
 from openrlhf.config.options_model import DeepSpeedOptions
 
 
@@ -116,9 +117,7 @@ def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
     response = cfg.max_new_tokens
     return Derived(
         data_parallel_size=ranks,
-        micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks)
-        if static
-        else None,
+        micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks) if static else None,
         samples_per_rollout=samples,
         steps_per_rollout=steps,
         forward_micro_batches=math.ceil(samples / (cfg.micro_rollout_batch_size * ranks)) if static else None,
@@ -203,11 +202,11 @@ def optimizer_settings(cfg: TrainerOptions, role: str = "actor") -> OptimizerSet
 
 def count_rows(cfg: TrainerOptions) -> int | None:
     """Training rows, where they can be counted without loading data: JSON-lines files on this machine."""
-    text = cfg.prompt_data if isinstance(cfg, PPOConfig) else getattr(cfg, "dataset", None)
-    mixed = cfg.prompt_data_probs if isinstance(cfg, PPOConfig) else getattr(cfg, "dataset_probs", None)
+    text = cfg.prompt_data if isinstance(cfg, PPOConfig) else flag_value(cfg, "dataset")
+    mixed = cfg.prompt_data_probs if isinstance(cfg, PPOConfig) else flag_value(cfg, "dataset_probs")
     if not text or mixed:
         return None
-    cap = getattr(cfg, "max_samples", None) or 0
+    cap = flag_value(cfg, "max_samples") or 0
     total = 0
     for source in parse_sources(text):
         path = Path(source.path).expanduser()

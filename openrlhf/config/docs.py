@@ -94,9 +94,7 @@ def generate() -> str:
     ]
     if NOT_YET:
         lines += ["", "## Refused for now", "", "| flag | why | instead |", "|---|---|---|"]
-        lines += [
-            f"| `--{flag}` | {entry.reason} | {entry.instead} |" for flag, entry in sorted(NOT_YET.items())
-        ]
+        lines += [f"| `--{flag}` | {entry.reason} | {entry.instead} |" for flag, entry in sorted(NOT_YET.items())]
     lines += [
         "",
         "## Names of verl and slime",
@@ -105,10 +103,7 @@ def generate() -> str:
         "",
         "| system | name | here |",
         "|---|---|---|",
-        *(
-            f"| {system} | `{name}` | {text.replace('{}', 'VALUE')} |"
-            for system, name, text in translations()
-        ),
+        *(f"| {system} | `{name}` | {text.replace('{}', 'VALUE')} |" for system, name, text in translations()),
     ]
     return "\n".join(lines) + "\n"
 

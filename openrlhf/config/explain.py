@@ -46,11 +46,7 @@ def main(argv: Sequence[str]) -> int:
             print("--num_rows takes a whole number", file=sys.stderr)
             return 2
     parsed = parse(command, flags)
-    print(
-        format_explanation(parsed, num_rows)
-        if action == "explain"
-        else format_yaml(parsed.command, parsed.config)
-    )
+    print(format_explanation(parsed, num_rows) if action == "explain" else format_yaml(parsed.command, parsed.config))
     if parsed.violations:
         print(format_violations(command, parsed.violations), file=sys.stderr)
         return 2
@@ -100,9 +96,7 @@ def _describe_batches(cfg: TrainerOptions, derived: Derived) -> list[str]:
     elif isinstance(cfg, PPOConfig):
         lines.append(f"micro-batches: filled up to {cfg.train_max_tokens_per_gpu} tokens")
     if derived.forward_micro_batches is not None:
-        lines.append(
-            f"micro-batches of a rank in a forward pass over a rollout: {derived.forward_micro_batches}"
-        )
+        lines.append(f"micro-batches of a rank in a forward pass over a rollout: {derived.forward_micro_batches}")
     return lines
 
 
@@ -118,12 +112,8 @@ def _describe_steps(cfg: TrainerOptions, derived: Derived) -> list[str]:
     lines = [f"rows: {derived.num_rows}"]
     if derived.num_rollouts is not None:
         lines.append(f"rollouts: {derived.num_rollouts}")
-    more = (
-        ", fewer if dynamic_filtering runs out of prompts" if getattr(cfg, "dynamic_filtering", False) else ""
-    )
-    lines.append(
-        f"total optimizer steps: {derived.total_steps}, {derived.warmup_steps} of them warm-up{more}"
-    )
+    more = ", fewer if dynamic_filtering runs out of prompts" if getattr(cfg, "dynamic_filtering", False) else ""
+    lines.append(f"total optimizer steps: {derived.total_steps}, {derived.warmup_steps} of them warm-up{more}")
     return lines
 
 
@@ -189,9 +179,7 @@ def _diff(first: str, second: str, *flags: str) -> int:
     command = commands.pop()
     left, right = (parse(command, ["--config", path]) for path in (first, second))
     for parsed in (left, right):
-        mistakes = [
-            v for v in parsed.violations if v.problem.startswith(("is no flag", "is a name", "could be"))
-        ]
+        mistakes = [v for v in parsed.violations if v.problem.startswith(("is no flag", "is a name", "could be"))]
         if mistakes:
             print(format_violations(command, mistakes), file=sys.stderr)
             return 2

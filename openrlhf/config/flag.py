@@ -138,6 +138,11 @@ def _flag_specs(config_class: type) -> dict[str, FlagSpec]:
     return specs
 
 
+def flag_value(config: Any, name: str) -> Any:
+    """The value of a flag, None if the command doesn't have it (an attribute of that name is no flag)."""
+    return getattr(config, name) if name in flag_specs(type(config)) else None
+
+
 def _declaring_group(config_class: type, name: str) -> type[OptionGroup]:
     """The most basic class that declares `name`: a command that only changes the default doesn't count."""
     for cls in reversed(config_class.__mro__):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from openrlhf.config.flag import flag_value
 from openrlhf.config.problems import Violation
 from openrlhf.config.values import show_value
 
@@ -123,7 +124,7 @@ FOLLOWS = {
 def check_limits(cfg: Any) -> Iterator[Violation]:
     """The numbers out of range, the pairs the wrong way round, and unknown schedules."""
     for flag, limit in LIMITS.items():
-        value = getattr(cfg, flag, None)
+        value = flag_value(cfg, flag)
         if value is None or _follows(cfg, flag, value):
             continue
         numbers = value if isinstance(value, tuple) else (value,)
@@ -131,22 +132,22 @@ def check_limits(cfg: Any) -> Iterator[Violation]:
         if wrong:
             yield Violation(flag, f"is {show_value(value)}", f"must be {limit}")
     for flag in ("lr_scheduler", "critic_lr_scheduler"):
-        name = getattr(cfg, flag, None)
+        name = flag_value(cfg, flag)
         if name is not None and name not in SCHEDULERS and not _follows(cfg, flag, name):
             yield Violation(flag, f"there is no schedule {name}", f"one of {', '.join(SCHEDULERS)}")
     for flag in ("reward_clip_range", "dynamic_filtering_reward_range", "vllm_is_truncated_threshold"):
-        pair = getattr(cfg, flag, None)
+        pair = flag_value(cfg, flag)
         if pair is not None and not pair[0] < pair[1]:
             fix = f"write --{flag} LOW HIGH with LOW below HIGH"
             yield Violation(flag, f"{show_value(pair)} is an empty range", fix)
-    clip = getattr(cfg, "eps_clip_low_high", None)
+    clip = flag_value(cfg, "eps_clip_low_high")
     if clip is not None and not (0 < clip[0] < 1 and clip[1] > 0) and cfg.eps_clip in LIMITS["eps_clip"]:
         yield Violation(
             "eps_clip_low_high",
             f"{show_value(clip)}: the ratio is clipped to 1 - LOW and 1 + HIGH",
             "both must be above 0, and LOW below 1",
         )
-    threshold = getattr(cfg, "vllm_is_truncated_threshold", None)
+    threshold = flag_value(cfg, "vllm_is_truncated_threshold")
     if threshold is not None and threshold[0] < 0:
         problem = f"{show_value(threshold)}: ratios of probabilities are never negative"
         yield Violation("vllm_is_truncated_threshold", problem, "use a lower bound of 0 or more")
@@ -154,4 +155,4 @@ def check_limits(cfg: Any) -> Iterator[Violation]:
 
 def _follows(cfg: Any, flag: str, value: Any) -> bool:
     leader = FOLLOWS.get(flag, flag.removeprefix("critic_"))
-    return leader != flag and getattr(cfg, leader, None) == value
+    return leader != flag and flag_value(cfg, leader) == value

@@ -11,7 +11,7 @@ from typing import Any
 
 from openrlhf.config.commands import CommandConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
-from openrlhf.config.flag import flag_specs
+from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
 from openrlhf.config.values import show_value
@@ -115,8 +115,7 @@ def _fix_template(changer: _Changer) -> None:
         )
     elif "\\n" in template:
         changer.note(
-            "--input_template has a backslash followed by n, which is not a line break; "
-            "in a shell write $'...\\n'"
+            "--input_template has a backslash followed by n, which is not a line break; in a shell write $'...\\n'"
         )
 
 
@@ -161,8 +160,7 @@ def _correction(changer: _Changer, cfg: PPOConfig) -> None:
         changer.set("enable_vllm_is_correction", True, "--vllm_is_correction_level")
     elif mode is not None and not cfg.enable_vllm_is_correction:
         changer.note(
-            "--vllm_is_correction_mode alone changes nothing; "
-            "--vllm_is_correction_level turns the correction on"
+            "--vllm_is_correction_mode alone changes nothing; --vllm_is_correction_level turns the correction on"
         )
 
 
@@ -241,9 +239,7 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
     if cfg.policy_loss_type in SEQUENCE_LOSSES:
         note = f"--loss_agg_mode is seq-mean-token-mean: {cfg.policy_loss_type} weights sequences equally"
         told = note if "loss_agg_mode" in changer.explicit else ""
-        changer.set(
-            "loss_agg_mode", "seq-mean-token-mean", f"--policy_loss_type {cfg.policy_loss_type}", told
-        )
+        changer.set("loss_agg_mode", "seq-mean-token-mean", f"--policy_loss_type {cfg.policy_loss_type}", told)
     if cfg.freezing_actor_steps >= 0 and estimator != "gae":
         changer.note(
             f"--freezing_actor_steps {cfg.freezing_actor_steps}: nothing is trained in these steps, "
@@ -261,26 +257,21 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
             "Use --kl_estimator k2, or --kl_unbiased_gradient"
         )
     elif cfg.use_kl_loss and cfg.kl_estimator == "k3" and not cfg.kl_unbiased_gradient:
-        changer.note(
-            "--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL"
-        )
+        changer.note("--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL")
     elif not cfg.use_kl_loss and cfg.kl_estimator != "k1":
         changer.note(f"--kl_estimator {cfg.kl_estimator} is meant for --use_kl_loss; in the reward use k1")
 
 
 def _packing(changer: _Changer) -> None:
     cfg = changer.config
-    if getattr(cfg, "packing_samples", False) and cfg.attn_implementation in ("eager", "sdpa"):
+    if flag_value(cfg, "packing_samples") and cfg.attn_implementation in ("eager", "sdpa"):
         note = f"--attn_implementation is auto: {cfg.attn_implementation} can't keep packed samples apart"
         changer.set("attn_implementation", "auto", "--packing_samples", note)
 
 
 def _attention_package(changer: _Changer) -> None:
-    chosen = getattr(changer.config, "attn_implementation", "")
+    chosen = flag_value(changer.config, "attn_implementation")
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(chosen)
     if package is not None and importlib.util.find_spec(package) is None:
-        note = (
-            f"--attn_implementation is auto, with equal results: {chosen} needs {package}, "
-            "which isn't installed"
-        )
+        note = f"--attn_implementation is auto, with equal results: {chosen} needs {package}, which isn't installed"
         changer.set("attn_implementation", "auto", f"{package} isn't installed", note)

@@ -28,25 +28,19 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 class RewardOptions(OptionGroup):
     title: ClassVar[str] = "Rewards"
 
-    reward_pretrain: str | None = flag(
-        None, "reward model: a local folder or a hub id", "reward.model_name_or_path"
-    )
+    reward_pretrain: str | None = flag(None, "reward model: a local folder or a hub id", "reward.model_name_or_path")
     remote_rm_url: str | None = flag(
         None,
         "URLs of reward servers, separated by commas, or a .py file that defines reward_func",
         "reward.remote_url",
     )
-    agent_func_path: str | None = flag(
-        None, ".py file that defines the class AgentExecutor", "train.agent_func_path"
-    )
+    agent_func_path: str | None = flag(None, ".py file that defines the class AgentExecutor", "train.agent_func_path")
     normalize_reward: bool = flag(
         False,
         "standardize a reward model's scores with the mean and std of its config.json",
         "reward.normalize_enable",
     )
-    reward_clip_range: tuple[float, float] = flag(
-        (-10.0, 10.0), "limits of a sample's reward", "reward.clip_range"
-    )
+    reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "limits of a sample's reward", "reward.clip_range")
     reward_on_failure: str = flag(
         "stop",
         "when a reward can't be had: stop the run, drop the sample, or count it as zero",
@@ -114,12 +108,8 @@ class AlgorithmOptions(OptionGroup):
     init_kl_coef: float = flag(
         0.01, "weight of the distance to the reference model; 0 has no reference model", "algo.kl.init_coef"
     )
-    kl_estimator: str = flag(
-        "k1", "estimator of that distance", "algo.kl.estimator", choices=("k1", "k2", "k3")
-    )
-    use_kl_loss: bool = flag(
-        False, "the distance is part of the loss instead of the reward", "algo.kl.use_loss"
-    )
+    kl_estimator: str = flag("k1", "estimator of that distance", "algo.kl.estimator", choices=("k1", "k2", "k3"))
+    use_kl_loss: bool = flag(False, "the distance is part of the loss instead of the reward", "algo.kl.use_loss")
     kl_unbiased_gradient: bool = flag(
         False,
         "with use_kl_loss, take the gradient of the reverse KL whatever the estimator",
@@ -177,9 +167,7 @@ class AlgorithmOptions(OptionGroup):
     freeze_visual_encoder: bool = flag(
         False, "train only the language part of a vision model", "actor.freeze_visual_encoder", since="0.11"
     )
-    enable_ema: bool = flag(
-        False, "keep a moving average of the policy, and save that one", "train.enable_ema"
-    )
+    enable_ema: bool = flag(False, "keep a moving average of the policy, and save that one", "train.enable_ema")
     ema_beta: float = flag(0.992, "decay of the moving average", "train.ema_beta")
     ptx_coef: float = flag(
         0.05,
@@ -205,31 +193,21 @@ class ActorCriticOptions(OptionGroup):
         "model the critic starts from: the reward model if not given, or pretrain if there is none",
         "critic.model_name_or_path",
     )
-    save_value_network: bool = flag(
-        False, "also save the critic, to save_path + _critic", "critic.save_value_network"
-    )
+    save_value_network: bool = flag(False, "also save the critic, to save_path + _critic", "critic.save_value_network")
     critic_max_norm: float | None = flag(None, "max_norm of the critic", "critic.max_norm", since="0.11")
     critic_l2: float | None = flag(None, "l2 of the critic", "critic.adam.weight_decay", since="0.11")
     critic_adam_betas: tuple[float, float] | None = flag(
         None, "adam_betas of the critic", "critic.adam.betas", since="0.11"
     )
     critic_adam_eps: float | None = flag(None, "adam_eps of the critic", "critic.adam.eps", since="0.11")
-    critic_lr_scheduler: str | None = flag(
-        None, "lr_scheduler of the critic", "critic.lr_scheduler", since="0.11"
-    )
+    critic_lr_scheduler: str | None = flag(None, "lr_scheduler of the critic", "critic.lr_scheduler", since="0.11")
     critic_lr_warmup_ratio: float | None = flag(
         None, "lr_warmup_ratio of the critic", "critic.lr_warmup_ratio", since="0.11"
     )
-    critic_min_lr_ratio: float | None = flag(
-        None, "min_lr_ratio of the critic", "critic.min_lr_ratio", since="0.11"
-    )
-    critic_optim: str | None = flag(
-        None, "optim of the critic", "critic.optim", choices=("adam", "muon"), since="0.11"
-    )
+    critic_min_lr_ratio: float | None = flag(None, "min_lr_ratio of the critic", "critic.min_lr_ratio", since="0.11")
+    critic_optim: str | None = flag(None, "optim of the critic", "critic.optim", choices=("adam", "muon"), since="0.11")
     critic_muon_lr: float | None = flag(None, "muon_lr of the critic", "critic.muon.lr", since="0.11")
-    critic_muon_momentum: float | None = flag(
-        None, "muon_momentum of the critic", "critic.muon.momentum", since="0.11"
-    )
+    critic_muon_momentum: float | None = flag(None, "muon_momentum of the critic", "critic.muon.momentum", since="0.11")
     critic_muon_ns_steps: int | None = flag(
         None,
         "muon_ns_steps of the critic",

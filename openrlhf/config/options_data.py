@@ -16,12 +16,8 @@ class DataOptions(OptionGroup):
         None, "sources to evaluate on, separated by commas and never mixed by probability", "eval.dataset"
     )
     eval_split: str = flag("train", "split of each evaluation source", "eval.split")
-    eval_steps: int = flag(
-        -1, "evaluate every N global steps; -1 means once an epoch, and never in PPO", "eval.steps"
-    )
-    max_samples: int = flag(
-        1_000_000, "largest number of rows, of each source and of all together", "data.max_samples"
-    )
+    eval_steps: int = flag(-1, "evaluate every N global steps; -1 means once an epoch, and never in PPO", "eval.steps")
+    max_samples: int = flag(1_000_000, "largest number of rows, of each source and of all together", "data.max_samples")
     max_len: int = flag(2048, "largest number of tokens of a sample", "data.max_len")
     input_template: str | None = flag(
         None,
@@ -71,9 +67,7 @@ class SFTDataOptions(SupervisedDataOptions, InputOptions):
         "model.pretrain_mode_enable",
         "actor.pretrain_mode_enable",
     )
-    train_split: str = flag(
-        "train", "see dataset_split", no_effect="the split is chosen with --dataset_split"
-    )
+    train_split: str = flag("train", "see dataset_split", no_effect="the split is chosen with --dataset_split")
 
 
 @dataclass(kw_only=True)

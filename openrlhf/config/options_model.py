@@ -31,15 +31,11 @@ class LoadOptions(PrecisionOptions):
         "anything else is a name that transformers knows (eager, sdpa, flash_attention_2, a hub kernel)",
         "ds.attn_implementation",
     )
-    load_in_4bit: bool = flag(
-        False, "load the base weights as NF4 and compute in bf16 (QLoRA)", "ds.load_in_4bit"
-    )
+    load_in_4bit: bool = flag(False, "load the base weights as NF4 and compute in bf16 (QLoRA)", "ds.load_in_4bit")
     disable_fast_tokenizer: bool = flag(
         False, "use the tokenizer that is written in Python", "data.disable_fast_tokenizer"
     )
-    packing_samples: bool = flag(
-        False, "run every micro-batch as one sequence without padding", "ds.packing_samples"
-    )
+    packing_samples: bool = flag(False, "run every micro-batch as one sequence without padding", "ds.packing_samples")
     use_ms: bool = flag(False, "download models and data from ModelScope", "use_ms")
     experts_implementation: str | None = flag(
         None,
@@ -121,9 +117,7 @@ class DeepSpeedOptions(PrecisionOptions):
         choices=("bf16", "fp16", "fp32"),
     )
     deepcompile: bool = flag(False, "compile the training engine with DeepCompile", "ds.deepcompile")
-    ds_tensor_parallel_size: int = flag(
-        1, "ranks that share each layer (DeepSpeed AutoTP)", "ds.tensor_parallel_size"
-    )
+    ds_tensor_parallel_size: int = flag(1, "ranks that share each layer (DeepSpeed AutoTP)", "ds.tensor_parallel_size")
     ring_attn_size: int = flag(1, "ranks that share each sequence (ring attention)", "ds.ring_attn_size")
     ring_head_stride: int = flag(
         1, "attention heads of one ring pass; divides the number of heads", "ds.ring_attn_head_stride"
@@ -177,12 +171,8 @@ class OptimizerOptions(OptionGroup):
         "actor.min_lr_ratio",
     )
     optim: str = flag("adam", "optimizer", "optim", "actor.optim", choices=("adam", "muon"), since="0.11")
-    muon_lr: float = flag(
-        0.02, "learning rate of the matrices under Muon", "muon.lr", "actor.muon.lr", since="0.11"
-    )
-    muon_momentum: float = flag(
-        0.95, "momentum of Muon", "muon.momentum", "actor.muon.momentum", since="0.11"
-    )
+    muon_lr: float = flag(0.02, "learning rate of the matrices under Muon", "muon.lr", "actor.muon.lr", since="0.11")
+    muon_momentum: float = flag(0.95, "momentum of Muon", "muon.momentum", "actor.muon.momentum", since="0.11")
     muon_ns_steps: int = flag(
         5,
         "Newton-Schulz steps of Muon",

@@ -19,15 +19,9 @@ class PlacementOptions(OptionGroup):
     ref_num_nodes: int = flag(1, "nodes of the reference model", "ref.num_nodes")
     ref_num_gpus_per_node: int = flag(8, "GPUs of the reference model on each node", "ref.num_gpus_per_node")
     reward_num_nodes: int = flag(1, "nodes of the reward model", "reward.num_nodes")
-    reward_num_gpus_per_node: int = flag(
-        8, "GPUs of the reward model on each node", "reward.num_gpus_per_node"
-    )
-    colocate_actor_ref: bool = flag(
-        False, "policy and reference model share GPUs", "train.colocate_actor_ref"
-    )
-    colocate_critic_reward: bool = flag(
-        False, "critic and reward model share GPUs", "train.colocate_critic_reward"
-    )
+    reward_num_gpus_per_node: int = flag(8, "GPUs of the reward model on each node", "reward.num_gpus_per_node")
+    colocate_actor_ref: bool = flag(False, "policy and reference model share GPUs", "train.colocate_actor_ref")
+    colocate_critic_reward: bool = flag(False, "critic and reward model share GPUs", "train.colocate_critic_reward")
     colocate_all_models: bool = flag(
         False,
         "all models and the engines share the policy's GPUs (with async_train the engines have their own)",
@@ -37,15 +31,11 @@ class PlacementOptions(OptionGroup):
         False, "move the state of the trained models to CPU memory while engines generate", "ds.enable_sleep"
     )
     ref_reward_offload: bool = flag(False, "short for ref_offload with reward_offload")
-    ref_offload: bool = flag(
-        False, "keep the reference model's weights in CPU memory between uses", "ref.offload"
-    )
+    ref_offload: bool = flag(False, "keep the reference model's weights in CPU memory between uses", "ref.offload")
     reward_offload: bool = flag(
         False, "keep the reward model's weights in CPU memory between uses", "reward.offload", since="0.11"
     )
-    start_timeout: float = flag(
-        600.0, "seconds that GPUs, engines and models may take to get ready", since="new"
-    )
+    start_timeout: float = flag(600.0, "seconds that GPUs, engines and models may take to get ready", since="new")
 
 
 @dataclass(kw_only=True)
@@ -65,9 +55,7 @@ class EngineOptions(OptionGroup):
         choices=("nccl", "gloo"),
     )
     vllm_sync_with_ray: bool = flag(False, "send weights with ray.util.collective", "vllm.sync_with_ray")
-    vllm_enable_sleep: bool = flag(
-        False, "engines give their memory back while models train", "vllm.enable_sleep"
-    )
+    vllm_enable_sleep: bool = flag(False, "engines give their memory back while models train", "vllm.enable_sleep")
     enable_prefix_caching: bool = flag(
         False,
         "engines reuse the cache of common beginnings, until the weights change",
@@ -91,9 +79,7 @@ class SamplingOptions(OptionGroup):
     title: ClassVar[str] = "Sampling"
 
     n_samples_per_prompt: int = flag(1, "responses to each prompt", "rollout.n_samples_per_prompt")
-    temperature: float = flag(
-        1.0, "sampling temperature; log-probs of the policy use it too", "rollout.temperature"
-    )
+    temperature: float = flag(1.0, "sampling temperature; log-probs of the policy use it too", "rollout.temperature")
     top_p: float = flag(1.0, "sample from the likeliest tokens with this total probability", "rollout.top_p")
     top_k: int = flag(-1, "sample from this many likeliest tokens; -1 sets no limit", since="new")
     max_new_tokens: int | None = flag(
@@ -130,9 +116,7 @@ class RolloutOptions(OptionGroup):
         "rollout.max_tokens_per_gpu",
     )
     async_train: bool = flag(False, "generate and train at the same time", "train.async_enable")
-    async_queue_size: int = flag(
-        1, "finished rollouts that may wait for the trainer", "train.async_queue_size"
-    )
+    async_queue_size: int = flag(1, "finished rollouts that may wait for the trainer", "train.async_queue_size")
     partial_rollout: bool = flag(
         False,
         "with async_train, go on with unfinished responses after a weight sync",
@@ -157,13 +141,10 @@ class EvalOptions(OptionGroup):
     title: ClassVar[str] = "Evaluation"
 
     eval_temperature: float = flag(0.6, "sampling temperature in evaluation", "eval.temperature")
-    eval_n_samples_per_prompt: int = flag(
-        4, "responses to each evaluation prompt", "eval.n_samples_per_prompt"
-    )
+    eval_n_samples_per_prompt: int = flag(4, "responses to each evaluation prompt", "eval.n_samples_per_prompt")
     eval_before_train: bool = flag(False, "evaluate once before the first step", since="new")
     best_metric_key: str = flag(
         "",
-        "evaluation metric whose best checkpoint is kept; the first that ends in _pass1 if empty, "
-        "none for off",
+        "evaluation metric whose best checkpoint is kept; the first that ends in _pass1 if empty, none for off",
         "ckpt.best_metric_key",
     )

@@ -78,8 +78,14 @@ def build(command: str, **values: Any) -> Any:
     return from_mapping(command, values)
 
 
-def from_mapping(command: str, values: Mapping[str, Any], origin: str = "given") -> Any:
+def from_mapping(command: str, values: Mapping[str, Any], origin: str = "given", skip_defaults: bool = False) -> Any:
     """A completed and checked configuration from a (possibly nested) mapping of flags to values.
+
+    Args:
+        command: name of the command.
+        values: by canonical or dotted names.
+        origin: where the values are from, for messages.
+        skip_defaults: values equal to their default count as not given.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -88,8 +94,8 @@ def from_mapping(command: str, values: Mapping[str, Any], origin: str = "given")
     specs = flag_specs(config_class)
     written = Written([], [], [])
     for key, value in flatten(values):
-        # A structured config brings every flag along; those at their default were not asked for.
-        if key not in specs or value != _plain(specs[key].default):
+        is_default = key in specs and value == _plain(specs[key].default)
+        if not (skip_defaults and is_default):
             assign_key(config_class, key, value, origin, written)
     parsed = _finish(command, written)
     if parsed.violations:
@@ -108,7 +114,9 @@ def from_hydra(cfg: Any, command: str = "train_ppo_ray") -> Any:
     values = OmegaConf.to_container(cfg, resolve=True)
     if not isinstance(values, dict):
         raise TypeError(f"expected a mapping of flags to values, got {type(values).__name__}")
-    return from_mapping(command, {str(key): value for key, value in values.items()}, "hydra")
+    # A structured config brings every flag along; those at their default were not asked for.
+    structured = set(flag_specs(COMMANDS[command].config)) <= set(values)
+    return from_mapping(command, {str(key): value for key, value in values.items()}, "hydra", structured)
 
 
 def register_configs() -> None:

@@ -18,6 +18,7 @@ from openrlhf.config.commands import (
     TrainerOptions,
 )
 from openrlhf.config.datasource import FILE_SUFFIXES, Source, looks_local, parse_sources
+from openrlhf.config.flag import flag_value
 from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
@@ -29,9 +30,7 @@ from openrlhf.config.unsupported import unsupported
 BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "ds_tensor_parallel_size"}
 
 
-def validate(
-    command: str, cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1
-) -> list[Violation]:
+def validate(command: str, cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1) -> list[Violation]:
     """All rules that a (normalized) configuration breaks.
 
     Args:
@@ -84,12 +83,12 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
 
 def _check_models(cfg: Any) -> Iterator[Violation]:
     for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "model_path", "lora_path"):
-        path = getattr(cfg, flag, None)
+        path = flag_value(cfg, flag)
         if path and looks_local(path) and not Path(path).expanduser().is_dir():
             # The critic and the reference model are filled in from these two; say it once.
             if flag in ("critic_pretrain", "ref_pretrain") and path in (
                 cfg.pretrain,
-                getattr(cfg, "reward_pretrain", None),
+                flag_value(cfg, "reward_pretrain"),
             ):
                 continue
             yield Violation(flag, f"there is no folder {path} here ({os.getcwd()})", "check the path")
@@ -103,12 +102,10 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
             "use --param_dtype bf16",
         )
     if cfg.use_ms and importlib.util.find_spec("modelscope") is None:
-        yield Violation(
-            "use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope"
-        )
+        yield Violation("use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope")
     if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:
         yield Violation("use_liger_kernel", "has no kernels for reward models", "leave it out")
-    elif getattr(cfg, "use_liger_kernel", False) and importlib.util.find_spec("liger_kernel") is None:
+    elif flag_value(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
         yield Violation(
             "use_liger_kernel",
             "needs the package liger-kernel, which isn't installed",
@@ -124,9 +121,7 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
             "use --param_dtype bf16",
         )
     if cfg.zpg > 1 and cfg.zero_stage != 3:
-        yield Violation(
-            "zpg", f"belongs to ZeRO-3, but --zero_stage is {cfg.zero_stage}", "use --zero_stage 3"
-        )
+        yield Violation("zpg", f"belongs to ZeRO-3, but --zero_stage is {cfg.zero_stage}", "use --zero_stage 3")
 
 
 def _check_data(cfg: DataOptions) -> Iterator[Violation]:
@@ -139,18 +134,14 @@ def _check_data(cfg: DataOptions) -> Iterator[Violation]:
         for source in parse_sources(text) if text else []:
             yield from _check_source(flag, source)
             if source.is_file and getattr(cfg, split) != "train":
-                problem = (
-                    f"{getattr(cfg, split)!r} isn't in {source.path}: a single file has only the split train"
-                )
+                problem = f"{getattr(cfg, split)!r} isn't in {source.path}: a single file has only the split train"
                 yield Violation(split, problem, f"use --{split} train")
         for name in (split,):
             if not getattr(cfg, name) or "[" in getattr(cfg, name):
                 problem = f"{getattr(cfg, name)!r} is no name of a split, and slices aren't supported"
                 yield Violation(name, problem, "name a split; --max_samples limits the rows")
     if getattr(cfg, data_flag) and getattr(cfg, probs_flag):
-        yield from _check_probabilities(
-            data_flag, probs_flag, getattr(cfg, data_flag), getattr(cfg, probs_flag)
-        )
+        yield from _check_probabilities(data_flag, probs_flag, getattr(cfg, data_flag), getattr(cfg, probs_flag))
 
 
 def _check_source(flag: str, source: Source) -> Iterator[Violation]:
@@ -191,9 +182,7 @@ def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:
         if not existing.is_dir():
             yield Violation(flag, f"{existing} is a file, not a folder", "choose another folder")
         elif not os.access(existing, os.W_OK | os.X_OK):
-            yield Violation(
-                flag, f"{existing} can't be written to", "choose another folder, or mend its rights"
-            )
+            yield Violation(flag, f"{existing} can't be written to", "choose another folder, or mend its rights")
     if cfg.disable_ds_ckpt and not cfg.save_hf_ckpt and cfg.save_steps > 0:
         yield Violation(
             "disable_ds_ckpt",
@@ -219,8 +208,7 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
     if world_size % model_size:
         yield Violation(
             "ring_attn_size",
-            f"{world_size} ranks don't divide into groups of ring_attn_size x ds_tensor_parallel_size = "
-            f"{model_size}",
+            f"{world_size} ranks don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
             f"start {' or '.join(map(str, nearest_multiples(world_size, model_size)))} ranks",
         )
         return
@@ -230,6 +218,5 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
         yield Violation(
             "train_batch_size",
             explain_division(cfg.train_batch_size, cfg.micro_train_batch_size, ranks),
-            "use "
-            + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(cfg.train_batch_size, unit)),
+            "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(cfg.train_batch_size, unit)),
         )

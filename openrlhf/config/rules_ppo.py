@@ -201,9 +201,7 @@ def _check_lengths(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violat
             "leave one of the two out",
         )
     elif prompt is not None and prompt + (response or 1) > cfg.max_len:
-        parts = (
-            f"prompt_max_len {prompt} + max_new_tokens {response}" if response else f"prompt_max_len {prompt}"
-        )
+        parts = f"prompt_max_len {prompt} + max_new_tokens {response}" if response else f"prompt_max_len {prompt}"
         fix = f"use --max_len {prompt + (response or 1)} or more"
         yield Violation("max_len", f"{parts} and a response don't fit into {cfg.max_len}", fix)
     elif response is not None and response >= cfg.max_len:
@@ -222,16 +220,17 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
     if world % model_size:
         yield Violation(
             "actor_num_gpus_per_node",
-            f"{world} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = "
-            f"{model_size}",
+            f"{world} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
             f"use a multiple of {model_size}",
         )
         return
     ranks = world // model_size
     batch, micro = cfg.train_batch_size, cfg.micro_train_batch_size
     if cfg.use_dynamic_batch:
-        micro = 1
-    if batch % (micro * ranks):
+        if batch < ranks:
+            problem = f"{batch} samples are less than one for each of {ranks} ranks"
+            yield Violation("train_batch_size", problem, f"use {ranks} or more")
+    elif batch % (micro * ranks):
         yield Violation(
             "train_batch_size",
             explain_division(batch, micro, ranks),

@@ -192,8 +192,10 @@ def parse_override_value(token: str, text: str, spec: FlagSpec) -> Any:
     return text if override.is_sweep_override() else override.value()
 
 
-def read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
+def read_yaml(path: Path) -> Iterator[tuple[str, Any, int | None]]:
     """The leaves of a YAML file: dotted key, value (OmegaConf's ``${...}`` resolved), line number.
+
+    Keys that YAML merged in from elsewhere (``<<``) have no line of their own.
 
     Raises:
         ValueError: if it isn't a mapping, or no YAML.
@@ -215,7 +217,7 @@ def read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
         raise ValueError(" ".join(str(error).split())) from error
     lines = dict(_yaml_lines(root, ""))
     for key, value in flatten(values):
-        yield key, value, lines[key]
+        yield key, value, lines.get(key)
 
 
 def _yaml_lines(node: Any, prefix: str) -> Iterator[tuple[str, int]]:
@@ -239,7 +241,7 @@ def _read_yaml_into(config_class: type, command: str, path: str, written: Writte
     inner = Written([], [], written.notes)
     try:
         for key, value, line in read_yaml(Path(path)):
-            origin = f"{path}:{line}"
+            origin = path if line is None else f"{path}:{line}"
             if key == COMMAND_KEY:
                 if value != command:
                     problem = f"is for {value}, not for {command} ({origin})"
@@ -266,9 +268,7 @@ def assign_key(config_class: type, key: str, value: Any, origin: str, written: W
     _assign(config_class, target, value, origin, key, written)
 
 
-def _assign(
-    config_class: type, target: Target, raw: Any, origin: str, written_name: str, written: Written
-) -> None:
+def _assign(config_class: type, target: Target, raw: Any, origin: str, written_name: str, written: Written) -> None:
     spec = flag_specs(config_class)[target.flag]
     try:
         if target.negated:

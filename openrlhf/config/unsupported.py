@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from openrlhf.config.flag import flag_specs
 from openrlhf.config.problems import Violation
 
 
@@ -20,9 +21,7 @@ class NotYet(NamedTuple):
 
 
 NOT_YET: dict[str, NotYet] = {
-    "async_train": NotYet(
-        lambda cfg: cfg.async_train, "generating while training is not available", "leave it out"
-    ),
+    "async_train": NotYet(lambda cfg: cfg.async_train, "generating while training is not available", "leave it out"),
     "partial_rollout": NotYet(
         lambda cfg: cfg.partial_rollout, "it needs async_train, which is not available", "leave it out"
     ),
@@ -43,9 +42,7 @@ NOT_YET: dict[str, NotYet] = {
     "max_images_per_prompt": NotYet(
         lambda cfg: cfg.max_images_per_prompt > 0, "training on images is not available", "use 0"
     ),
-    "image_key": NotYet(
-        lambda cfg: cfg.image_key != "images", "training on images is not available", "leave it out"
-    ),
+    "image_key": NotYet(lambda cfg: cfg.image_key != "images", "training on images is not available", "leave it out"),
     "freeze_visual_encoder": NotYet(
         lambda cfg: cfg.freeze_visual_encoder, "training vision models is not available", "leave it out"
     ),
@@ -85,5 +82,5 @@ def unsupported(cfg: Any) -> list[Violation]:
     return [
         Violation(flag, entry.reason, entry.instead)
         for flag, entry in NOT_YET.items()
-        if hasattr(cfg, flag) and entry.asked(cfg)
+        if flag in flag_specs(type(cfg)) and entry.asked(cfg)
     ]

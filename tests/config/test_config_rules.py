@@ -40,9 +40,7 @@ class TestCombinationsInUse:
         assert result.config.critic_pretrain is None
 
     def test_dynamic_filtering(self) -> None:
-        flags = (
-            "--dynamic_filtering --dynamic_filtering_reward_range 0.0 1.0 --n_samples_per_prompt 8".split()
-        )
+        flags = "--dynamic_filtering --dynamic_filtering_reward_range 0.0 1.0 --n_samples_per_prompt 8".split()
         result = parsed(PPO, *flags)
         assert not result.violations and not result.notes
 
@@ -70,9 +68,7 @@ def test_required(command: str, missing: set[str]) -> None:
 
 class TestGroups:
     @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"])
-    def test_group_estimators_need_several_samples(
-        self, capsys: pytest.CaptureFixture[str], estimator: str
-    ) -> None:
+    def test_group_estimators_need_several_samples(self, capsys: pytest.CaptureFixture[str], estimator: str) -> None:
         message = failing(capsys, PPO, "--advantage_estimator", estimator)
         assert "1 problem" in message and "--n_samples_per_prompt" in message and estimator in message
         assert not violations(PPO, "--advantage_estimator", estimator, "--n_samples_per_prompt", "2")
@@ -254,9 +250,9 @@ class TestBatches:
     def test_dynamic_batches_have_no_micro_batch_size(self) -> None:
         flags = ["--use_dynamic_batch", "--micro_train_batch_size", "7", "--micro_rollout_batch_size", "9999"]
         assert not violations(PPO, *flags)
-        assert "train_batch_size" in violations(
-            PPO, *flags, "--train_batch_size", "100", "--rollout_batch_size", "100"
-        )
+        assert not violations(PPO, *flags, "--train_batch_size", "100", "--rollout_batch_size", "100")
+        found = violations(PPO, *flags, "--train_batch_size", "4")
+        assert "less than one for each of 8 ranks" in found["train_batch_size"]
 
     def test_a_forward_micro_batch_for_every_rank(self) -> None:
         flags = "--rollout_batch_size 32 --train_batch_size 32".split()
@@ -334,9 +330,7 @@ class TestPlacement:
         found = ppo_without_reward(*flags, "--reward_num_gpus_per_node", "4")
         assert set(found) == {"colocate_critic_reward"}
         assert not ppo_without_reward(*flags)
-        assert not ppo_without_reward(
-            *flags, "--reward_num_gpus_per_node", "4", "--advantage_estimator", "reinforce"
-        )
+        assert not ppo_without_reward(*flags, "--reward_num_gpus_per_node", "4", "--advantage_estimator", "reinforce")
 
     def test_ranks_divide_into_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
@@ -535,9 +529,7 @@ class TestOthers:
         found = violations(PPO, "--max_images_per_prompt", "1", "--packing_samples")
         assert set(found) == {"advantage_estimator", "packing_samples"}
 
-    def test_ring_attention_of_supervised_training_needs_packing(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_ring_attention_of_supervised_training_needs_packing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert "--packing_samples" in violations("train_sft", "--ring_attn_size", "2")["ring_attn_size"]

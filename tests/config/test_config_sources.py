@@ -136,9 +136,7 @@ class TestOverrides:
         assert config.colocate_all_models is True and config.max_new_tokens is None
 
     def test_texts_keep_commas_and_equals_signs(self) -> None:
-        config = parsed(
-            "train_ppo_ray", "remote_rm_url=http://a/x?k=1,http://b/y", "wandb_group='a b'"
-        ).config
+        config = parsed("train_ppo_ray", "remote_rm_url=http://a/x?k=1,http://b/y", "wandb_group='a b'").config
         assert config.remote_rm_url == "http://a/x?k=1,http://b/y"
         assert config.wandb_group == "a b"
 
@@ -194,6 +192,13 @@ class TestYaml:
     def test_mistakes_name_the_line(self, tmp_path: Path, text: str, flag: str, sentence: str) -> None:
         path = write(tmp_path / "run.yaml", text)
         assert sentence in violations("train_sft", "--config", path)[flag]
+
+    def test_merged_keys(self, tmp_path: Path) -> None:
+        text = "train: &base\n  seed: 5\n  max_epochs: 3\ndata:\n  max_len: 99\n"
+        result = parsed("train_sft", "--config", write(tmp_path / "run.yaml", text))
+        assert (result.config.seed, result.config.max_epochs, result.config.max_len) == (5, 3, 99)
+        text = "train: &base\n  seed: 5\nds:\n  <<: *base\n  zero_stage: 3\n"
+        assert "ds.seed" in str(violations("train_sft", "--config", write(tmp_path / "run.yaml", text)))
 
     def test_empty_file(self, tmp_path: Path) -> None:
         assert not violations("train_sft", "--config", write(tmp_path / "run.yaml", "# nothing\n"))
@@ -258,6 +263,18 @@ class TestHydra:
             env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"},
         )
         assert done.stdout.split() == ["epochs", "5"], done.stderr
+
+
+def test_python_values_at_their_default_are_given() -> None:
+    values = {
+        "pretrain": "a/b",
+        "prompt_data": "c/d",
+        "remote_rm_url": "http://a",
+        "colocate_all_models": True,
+    }
+    assert build("train_ppo_ray", **values).vllm_num_engines == 8
+    with pytest.raises(ConfigError, match="colocate_all_models"):
+        build("train_ppo_ray", **values, vllm_num_engines=1)
 
 
 def test_build_takes_python_values() -> None:

@@ -30,9 +30,7 @@ def dpo(**values: Any) -> Any:
 
 
 def test_ppo_steps() -> None:
-    config = ppo(
-        rollout_batch_size=8, n_samples_per_prompt=4, train_batch_size=16, max_epochs=2, num_episodes=3
-    )
+    config = ppo(rollout_batch_size=8, n_samples_per_prompt=4, train_batch_size=16, max_epochs=2, num_episodes=3)
     derived = derive(config, num_rows=40)
     assert derived.total_steps == 60
     assert (derived.samples_per_rollout, derived.steps_per_rollout, derived.num_rollouts) == (32, 4, 15)
@@ -49,9 +47,7 @@ def test_dpo_steps() -> None:
 
 def test_ppo_steps_by_counting() -> None:
     """Against a walk over the prompts, with incomplete last rollouts and a step limit."""
-    for rows, episodes, epochs, limit in itertools.product(
-        (1, 7, 8, 9, 20), (1, 3), (1, 2), (-1, 1, 3, 4, 100)
-    ):
+    for rows, episodes, epochs, limit in itertools.product((1, 7, 8, 9, 20), (1, 3), (1, 2), (-1, 1, 3, 4, 100)):
         config = ppo(
             rollout_batch_size=8,
             n_samples_per_prompt=2,

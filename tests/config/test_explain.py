@@ -27,9 +27,7 @@ def test_explain_shows_origins_and_arithmetic(tmp_path: Path, capsys: pytest.Cap
     path = write(tmp_path / "run.yaml", "seed: 7\nrollout_batch_size: 8\n")
     flags = "--n_samples_per_prompt 4 --train_batch_size 32 --max_epochs 2 --num_episodes 3".split()
     flags += ["--micro_rollout_batch_size", "4"]
-    status, out, err = run(
-        capsys, "explain", PPO, "--config", path, *REQUIRED[PPO], *flags, "--num_rows", "40"
-    )
+    status, out, err = run(capsys, "explain", PPO, "--config", path, *REQUIRED[PPO], *flags, "--num_rows", "40")
     assert (status, err) == (0, "")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     for line in (
@@ -104,9 +102,7 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "missing.yaml" in err
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["explain"], ["explain", "train_x"], ["fly", "train_sft"], ["diff", "a"]]
-)
+@pytest.mark.parametrize("argv", [[], ["explain"], ["explain", "train_x"], ["fly", "train_sft"], ["diff", "a"]])
 def test_usage(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     status, out, err = run(capsys, *argv)
     assert status == 2 and out == "" and "usage: openrlhf config explain COMMAND" in err

@@ -172,10 +172,7 @@ def test_ambiguous_beginning() -> None:
     with pytest.raises(UnknownName) as unknown:
         resolve(COMMANDS["train_sft"].config, "max_ckpt")
     assert unknown.value.ambiguous and unknown.value.close == ["max_ckpt_mem", "max_ckpt_num"]
-    assert (
-        "could be any of --max_ckpt_mem, --max_ckpt_num"
-        in violations("train_sft", "--max_ckpt", "1")["--max_ckpt"]
-    )
+    assert "could be any of --max_ckpt_mem, --max_ckpt_num" in violations("train_sft", "--max_ckpt", "1")["--max_ckpt"]
 
 
 @pytest.mark.parametrize(
@@ -211,9 +208,7 @@ def test_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["--use-tis"], "slime", "--enable_vllm_is_correction"),
     ],
 )
-def test_names_of_other_systems(
-    capsys: pytest.CaptureFixture[str], typed: list[str], system: str, advice: str
-) -> None:
+def test_names_of_other_systems(capsys: pytest.CaptureFixture[str], typed: list[str], system: str, advice: str) -> None:
     message = failing(capsys, "train_ppo_ray", *typed)
     assert "1 problem" in message and f"is a name of {system}" in message and advice in message
 
@@ -275,9 +270,7 @@ def test_offload_of_each_model() -> None:
 
 
 def test_actor_and_critic_apart() -> None:
-    config = parsed(
-        "train_ppo_ray", "--max_norm", "0.5", "--l2", "0.1", "--critic.adam.weight_decay", "0.2"
-    ).config
+    config = parsed("train_ppo_ray", "--max_norm", "0.5", "--l2", "0.1", "--critic.adam.weight_decay", "0.2").config
     assert (config.max_norm, config.critic_max_norm) == (0.5, 0.5)
     assert (config.l2, config.critic_l2) == (0.1, 0.2)
     config = parsed("train_ppo_ray", "--actor.max_norm", "0.5", "--actor.adam.betas", "0.8", "0.9").config

@@ -101,11 +101,7 @@ class TestCritic:
 class TestBatches:
     def test_dynamic_batches(self) -> None:
         value, origin, notes = changed("packing_samples", "--use_dynamic_batch")
-        assert (
-            value is True
-            and origin == "automatic: --use_dynamic_batch"
-            and "--packing_samples is on" in notes
-        )
+        assert value is True and origin == "automatic: --use_dynamic_batch" and "--packing_samples is on" in notes
         assert changed("rollout_max_tokens_per_gpu", "--train_max_tokens_per_gpu", "99")[0] == 99
         assert changed("rollout_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu", "7")[0] == 7
 
@@ -143,9 +139,7 @@ class TestPlacement:
         assert value is False and "automatic" in origin and "--vllm_enable_sleep is off" in notes
 
     def test_sizes_follow_where_models_share(self) -> None:
-        value, origin, _ = changed(
-            "ref_num_gpus_per_node", "--colocate_actor_ref", "--actor_num_gpus_per_node", "2"
-        )
+        value, origin, _ = changed("ref_num_gpus_per_node", "--colocate_actor_ref", "--actor_num_gpus_per_node", "2")
         assert (value, origin) == (2, "automatic: --colocate_actor_ref")
         assert changed("critic_num_gpus_per_node", "--actor_num_gpus_per_node", "2")[0] == 8
         flags = ["--colocate_all_models", "--actor_num_gpus_per_node", "2", "--actor_num_nodes", "2"]
