@@ -39,7 +39,7 @@ class Parsed:
 
 
 def parse_cli(command: str, argv: Sequence[str]) -> Any:
-    """Parse, complete and check a command line. Prints notes to stderr.
+    """Parse, complete and check a command line. Prints notes to stderr, where several ranks run on the first.
 
     Args:
         command: one of `COMMANDS`.
@@ -56,10 +56,12 @@ def parse_cli(command: str, argv: Sequence[str]) -> Any:
         print(format_help(command))
         raise SystemExit(0)
     parsed = _finish(command, written)
-    for note in parsed.notes:
-        print(f"{command}: note: {note}", file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":
+        for note in parsed.notes:
+            print(f"{command}: note: {note}", file=sys.stderr)
+        if parsed.violations:
+            print(format_violations(command, parsed.violations), file=sys.stderr)
     if parsed.violations:
-        print(format_violations(command, parsed.violations), file=sys.stderr)
         raise SystemExit(2)
     return parsed.config
 

@@ -98,6 +98,13 @@ class TestCommandLine:
         for part in ("--zero_stage", "from 0 to 3", "--temperature", "--gamma", "--top_p"):
             assert part in message
 
+    def test_one_rank_speaks(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        for rank, speaks in (("0", True), ("1", False)):
+            monkeypatch.setenv("RANK", rank)
+            assert bool(failing(capsys, "train_sft", "--zero_stage", "9")) == speaks
+            parse_cli("train_sft", [*REQUIRED["train_sft"], "--muon_ns_steps", "3"])
+            assert ("note" in capsys.readouterr().err) == speaks
+
     def test_a_mistake_has_no_echo(self) -> None:
         assert set(violations("train_sft", "--train_batch_size", "many")) == {"train_batch_size"}
         assert set(violations("train_ppo_ray", "--max_norm=-1")) == {"max_norm"}
