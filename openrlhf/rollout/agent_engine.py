@@ -214,9 +214,7 @@ class AgentEngine:
             self.engine_error = error
             raise
         except Exception as error:
-            self.engine_error = EngineError(
-                f"{self.name}: the generation engine failed: {describe_exception(error)}"
-            )
+            self.engine_error = EngineError(f"{self.name}: the generation engine failed: {describe_exception(error)}")
             raise self.engine_error from error
         return result
 
@@ -228,9 +226,7 @@ class AgentEngine:
         logprobs: list[dict[int, Logprob]] | None = None
         total = None
         if result.logprobs is not None:
-            logprobs = [
-                {token: Logprob(float(value))} for token, value in zip(ids, result.logprobs, strict=True)
-            ]
+            logprobs = [{token: Logprob(float(value))} for token, value in zip(ids, result.logprobs, strict=True)]
             total = float(sum(result.logprobs))
         completion = CompletionOutput(0, text, ids, total, logprobs, result.finish_reason, result.stop_reason)
         return RequestOutput(f"{self.name} turn {len(self.calls)}", None, prompt, [completion])
@@ -242,12 +238,7 @@ def completion_text(
     """Decodes a completion as vLLM does: without the stop token, and up to a matched stop string."""
     ids = list(result.token_ids)
     stops = {tokenizer.eos_token_id, *sampling.stop_token_ids}
-    if (
-        result.finish_reason == "stop"
-        and ids
-        and ids[-1] in stops
-        and not sampling.include_stop_str_in_output
-    ):
+    if result.finish_reason == "stop" and ids and ids[-1] in stops and not sampling.include_stop_str_in_output:
         ids = ids[:-1]
     text = continuation_text(tokenizer, prompt, ids, skip_special_tokens=sampling.skip_special_tokens)
     if result.finish_reason == "stop":
@@ -270,9 +261,7 @@ def check_result(result: GenerationResult, sampling: SamplingParams, name: str) 
     if sampling.logprobs and result.logprobs is None:
         raise EngineError(f"{name}: log-probabilities were asked for, but the engine returned none")
     if result.logprobs is not None and len(result.logprobs) != count:
-        raise EngineError(
-            f"{name}: the engine returned {len(result.logprobs)} log-probabilities for {count} tokens"
-        )
+        raise EngineError(f"{name}: the engine returned {len(result.logprobs)} log-probabilities for {count} tokens")
     if not isinstance(result.weight_version, int) and len(result.weight_version) != count:
         raise EngineError(
             f"{name}: the engine returned {len(result.weight_version)} weight versions for {count} tokens"

@@ -51,9 +51,7 @@ def trajectory_from_agent_output(
         raise AgentError(f"{where} returned {type(output).__name__}, not a dict. {_KEYS}")
     missing = [key for key in ("observation_tokens", "action_ranges") if output.get(key) is None]
     if missing:
-        raise AgentError(
-            f"{where} returned a dict without {missing} (keys: {sorted(map(str, output))}). {_KEYS}"
-        )
+        raise AgentError(f"{where} returned a dict without {missing} (keys: {sorted(map(str, output))}). {_KEYS}")
     ids = _token_ids(output["observation_tokens"], where)
     ranges = _ranges(output["action_ranges"], len(ids), where)
     mask = np.zeros(len(ids), dtype=np.bool_)
@@ -69,11 +67,7 @@ def trajectory_from_agent_output(
             unmatched,
             len(ranges),
         )
-    logprobs = (
-        _logprobs(output.get("rollout_log_probs"), ids, ranges, mask, sampled, where)
-        if want_logprobs
-        else None
-    )
+    logprobs = _logprobs(output.get("rollout_log_probs"), ids, ranges, mask, sampled, where) if want_logprobs else None
     reward = _optional_number(output.get("reward"), "reward", where)
     score = _optional_number(output.get("scores"), "scores", where)
     truncated = output.get("truncated")
@@ -186,9 +180,7 @@ def _logprobs(
         for position in np.flatnonzero(mask):
             number = as_number(given[position])
             if number is None or not np.isfinite(number):
-                raise AgentError(
-                    f"{where}: rollout_log_probs[{position}] is {given[position]!r}, not a finite number"
-                )
+                raise AgentError(f"{where}: rollout_log_probs[{position}] is {given[position]!r}, not a finite number")
             logprobs[position] = number
         return logprobs
     for (start, end), call in zip(ranges, sampled, strict=True):
@@ -206,9 +198,7 @@ def _optional_number(value: Any, key: str, where: str) -> float | None:
         return None
     number = as_number(value)
     if number is None or not np.isfinite(number):
-        raise AgentError(
-            f'{where}: "{key}" is {value!r}; it must be one finite number (float, array or tensor)'
-        )
+        raise AgentError(f'{where}: "{key}" is {value!r}; it must be one finite number (float, array or tensor)')
     return number
 
 
@@ -227,9 +217,7 @@ def _extra_logs(value: Any, where: str) -> dict[str, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise AgentError(
-            f'{where}: "extra_logs" is a {type(value).__name__}; return a dict of name to number'
-        )
+        raise AgentError(f'{where}: "extra_logs" is a {type(value).__name__}; return a dict of name to number')
     logs = {}
     for name, entry in value.items():
         number = as_number(as_list(entry)[0]) if as_list(entry) else None

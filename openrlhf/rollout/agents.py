@@ -185,11 +185,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     async def _first_observation(self, agent: AgentInstanceBase, prompt: str, label: Any, where: str) -> str:
         states = await _maybe_await(agent.reset({"observation": prompt, "label": label}))
         if not isinstance(states, Mapping) or not isinstance(states.get("observation"), str):
-            got = (
-                f"a dict with {sorted(map(str, states))}"
-                if isinstance(states, Mapping)
-                else type(states).__name__
-            )
+            got = f"a dict with {sorted(map(str, states))}" if isinstance(states, Mapping) else type(states).__name__
             raise AgentError(f'{where}.reset() returned {got}; return a dict with "observation": text')
         return states["observation"]
 
@@ -217,9 +213,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
     ) -> dict[str, Any]:
         """Plays one episode; see AgentExecutorBase.execute."""
         ids = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        episode = _Episode(
-            list(ids), prompt, [0.0] * len(ids) if sampling_params.logprobs is not None else None
-        )
+        episode = _Episode(list(ids), prompt, [0.0] * len(ids) if sampling_params.logprobs is not None else None)
         await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
         output = {
             "prompt": prompt,
@@ -234,9 +228,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         }
         if self._rewards is None:
             return output
-        response = reward_text(
-            hf_tokenizer, ids, episode.ids[len(ids) :], eos_ids=end_of_sequence_ids(hf_tokenizer)
-        )
+        response = reward_text(hf_tokenizer, ids, episode.ids[len(ids) :], eos_ids=end_of_sequence_ids(hf_tokenizer))
         name = getattr(llm_engine, "name", "sample")
         verdict = await self._rewards.score(RewardRequest(prompt + response, prompt, label, {}, name))
         assert verdict is not None  # the policy of this client is to raise
@@ -264,9 +256,7 @@ async def _sample_turn(episode: _Episode, room: int, sampling_params: Any, llm_e
     start = len(episode.ids)
     logprobs = None
     if episode.logprobs is not None and output.logprobs is not None:
-        logprobs = [
-            entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)
-        ]
+        logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
     elif episode.logprobs is not None:
         episode.logprobs = None  # the engine gives none; its records decide whether that is an error
     episode.append(output.token_ids, logprobs)
@@ -281,14 +271,12 @@ def _checked_step(result: Any, where: str) -> Mapping[str, Any]:
     missing = [key for key in ("rewards", "environment_feedback", "done") if key not in result]
     if missing:
         raise AgentError(
-            f"{where}.step() returned a dict without {missing} (keys: {sorted(map(str, result))}). "
-            f"{_STEP_KEYS}"
+            f"{where}.step() returned a dict without {missing} (keys: {sorted(map(str, result))}). {_STEP_KEYS}"
         )
     feedback = result["environment_feedback"]
     if feedback is not None and not isinstance(feedback, str):
         raise AgentError(
-            f'{where}.step() returned "environment_feedback" of type {type(feedback).__name__}; it must be '
-            "text"
+            f'{where}.step() returned "environment_feedback" of type {type(feedback).__name__}; it must be text'
         )
     return result
 
@@ -304,9 +292,7 @@ def _take_step(
     """Adds the environment's answer to the episode; returns whether the episode is over."""
     reward = as_number(result["rewards"])
     if reward is None or reward != reward or reward in (float("inf"), float("-inf")):
-        raise AgentError(
-            f'{where}.step() returned "rewards" = {result["rewards"]!r}; it must be one finite number'
-        )
+        raise AgentError(f'{where}.step() returned "rewards" = {result["rewards"]!r}; it must be one finite number')
     episode.total_reward += reward
     start, end = episode.ranges[-1]
     if end > start:

@@ -63,9 +63,7 @@ class RolloutBuffer:
             raise ValueError(f"{count} groups asked for, {len(self._groups)} are in the rollout buffer")
         indices = list(select(self._groups, count))
         if len(indices) != count or len(set(indices)) != count or not set(indices) <= set(range(len(self))):
-            raise ValueError(
-                f"the selection gave {indices}; needed are {count} different indices below {len(self)}"
-            )
+            raise ValueError(f"the selection gave {indices}; needed are {count} different indices below {len(self)}")
         taken = [self._groups[index] for index in indices]
         chosen = set(indices)
         self._groups = [group for index, group in enumerate(self._groups) if index not in chosen]
@@ -99,9 +97,7 @@ class RolloutBuffer:
             ValueError: the state has another version or is damaged.
         """
         if state.get("version") != _STATE_VERSION:
-            raise ValueError(
-                f"rollout buffer state has version {state.get('version')}, this is {_STATE_VERSION}"
-            )
+            raise ValueError(f"rollout buffer state has version {state.get('version')}, this is {_STATE_VERSION}")
         self._groups = [group_from_dict(entry) for entry in state["groups"]]
 
 

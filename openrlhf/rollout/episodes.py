@@ -157,9 +157,7 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
     if not item.token_ids:
         raise RolloutError(f"prompt {item.prompt_id} has no tokens; drop empty prompts from the data")
     if too_long and spec.on_long_prompt == "drop":
-        message = (
-            f"prompt {item.prompt_id} has {len(item.token_ids)} tokens, the limit is {spec.longest_prompt}"
-        )
+        message = f"prompt {item.prompt_id} has {len(item.token_ids)} tokens, the limit is {spec.longest_prompt}"
         failures = tuple(EpisodeFailure(item.prompt_id, index, "long_prompt", message) for index in range(n))
         return Group(item, (), failures)
     if too_long:
@@ -208,9 +206,7 @@ async def _guarded_episode(
 
 
 def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:
-    seed = (
-        derive_seed(spec.seed, item.epoch, item.prompt_id, index) if spec.seed_samples else spec.sampling.seed
-    )
+    seed = derive_seed(spec.seed, item.epoch, item.prompt_id, index) if spec.seed_samples else spec.sampling.seed
     # The engine may know fewer end-of-sequence ids than the model has.
     own = spec.tokenizer.eos_token_id
     stops = spec.sampling.stop_token_ids
@@ -299,14 +295,10 @@ def _reward_request(trajectory: Trajectory, item: PromptItem, name: str) -> Rewa
 
 
 def _with_reward(trajectory: Trajectory, verdict: RewardResult) -> Trajectory:
-    return replace(
-        trajectory, reward=verdict.reward, score=verdict.score, extra_logs=dict(verdict.extra_logs)
-    )
+    return replace(trajectory, reward=verdict.reward, score=verdict.score, extra_logs=dict(verdict.extra_logs))
 
 
-async def _agent_episode(
-    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
-) -> Trajectory:
+async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> Trajectory:
     executor = spec.executor
     assert executor is not None
     name = sample_name(item, index)
@@ -363,8 +355,8 @@ async def _agent_episode(
 
 
 def _source_file(executor: AgentExecutorBase) -> str | None:
-    """The file that defines an executor's class, where there is one."""
+    """The user's file: where the executor's environment or the executor itself is defined."""
     try:
-        return inspect.getsourcefile(type(executor))
+        return inspect.getsourcefile(getattr(executor, "agent_instance_cls", type(executor)))
     except TypeError:
         return None

@@ -11,9 +11,7 @@ from openrlhf.rollout.trajectory import Trajectory
 DEFAULT_SOURCE = "default"
 
 
-def rollout_metrics(
-    trajectories: Sequence[Trajectory], *, max_response_length: int | None = None
-) -> dict[str, float]:
+def rollout_metrics(trajectories: Sequence[Trajectory], *, max_response_length: int | None = None) -> dict[str, float]:
     """Returns the metrics of one rollout; {} for none.
 
     Every sample has the same weight, however many turns or tokens it has; `group_reward_std` weighs groups
@@ -29,9 +27,7 @@ def rollout_metrics(
         return {}
     responses = np.array([t.response_length for t in trajectories], dtype=np.float64)
     truncated = np.array([t.truncated for t in trajectories], dtype=np.float64)
-    clipped = (
-        truncated if max_response_length is None else (responses >= max_response_length).astype(np.float64)
-    )
+    clipped = truncated if max_response_length is None else (responses >= max_response_length).astype(np.float64)
     metrics = {
         "response_length": float(responses.mean()),
         "total_length": float(np.mean([t.total_length for t in trajectories])),
@@ -124,7 +120,5 @@ def _groups(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 def _by_source(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
     sources: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
-        sources.setdefault(str(trajectory.metadata.get("datasource") or DEFAULT_SOURCE), []).append(
-            trajectory
-        )
+        sources.setdefault(str(trajectory.metadata.get("datasource") or DEFAULT_SOURCE), []).append(trajectory)
     return dict(sorted(sources.items()))

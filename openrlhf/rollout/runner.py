@@ -129,15 +129,11 @@ class RolloutRunner:
         names = ("groups", "prompts_truncated", "failures")
         kinds = ("agent", "timeout", "reward", "long_prompt", "deadline")
         metrics = {f"rollout/{name}": float(self._counts[name]) for name in names}
-        metrics.update(
-            {f"rollout/failures_{kind}": float(self._counts[f"failures_{kind}"]) for kind in kinds}
-        )
+        metrics.update({f"rollout/failures_{kind}": float(self._counts[f"failures_{kind}"]) for kind in kinds})
         self._counts.clear()
         return metrics
 
-    def _fill(
-        self, running: dict[asyncio.Task[Group], PromptItem], source: Iterator[PromptItem], n: int
-    ) -> None:
+    def _fill(self, running: dict[asyncio.Task[Group], PromptItem], source: Iterator[PromptItem], n: int) -> None:
         while len(running) < self._max_concurrent:
             item = next(source, None)
             if item is None:

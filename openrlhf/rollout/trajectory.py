@@ -82,8 +82,7 @@ class Trajectory:
             column = getattr(self, name)
             if column is not None and column.shape[0] != expected:
                 raise ValueError(
-                    f"Trajectory of {self._where()}: {name} has {column.shape[0]} entries, token_ids has "
-                    f"{expected}"
+                    f"Trajectory of {self._where()}: {name} has {column.shape[0]} entries, token_ids has {expected}"
                 )
 
     def _check_columns(self) -> None:
@@ -97,38 +96,28 @@ class Trajectory:
                     f"(token id {self.token_ids[position]}); a sampled token has a finite log-probability"
                 )
             if np.any(self.logprobs[~mask]):
-                raise ValueError(
-                    f"Trajectory of {self._where()}: logprobs must be 0 where action_mask is False"
-                )
+                raise ValueError(f"Trajectory of {self._where()}: logprobs must be 0 where action_mask is False")
         if np.any(self.weight_version[~mask] != -1):
-            raise ValueError(
-                f"Trajectory of {self._where()}: weight_version must be -1 where action_mask is False"
-            )
+            raise ValueError(f"Trajectory of {self._where()}: weight_version must be -1 where action_mask is False")
         if np.any(self.weight_version[mask] < 0):
             raise ValueError(f"Trajectory of {self._where()}: weight_version must be >= 0 on action tokens")
 
     def _check_scalars(self) -> None:
         if self.finish_reason not in FINISH_REASONS:
             raise ValueError(
-                f"Trajectory of {self._where()}: finish_reason is {self.finish_reason!r}, not one of "
-                f"{FINISH_REASONS}"
+                f"Trajectory of {self._where()}: finish_reason is {self.finish_reason!r}, not one of {FINISH_REASONS}"
             )
         for name in ("reward", "score"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
-                raise ValueError(
-                    f"Trajectory of {self._where()}: {name} is {value}; it must be finite or None"
-                )
+                raise ValueError(f"Trajectory of {self._where()}: {name} is {value}; it must be finite or None")
         for position, value in self.step_rewards:
             if not 0 <= position < len(self.token_ids) or not self.action_mask[position]:
                 raise ValueError(
-                    f"Trajectory of {self._where()}: step reward {value} at position {position}, not an "
-                    "action token"
+                    f"Trajectory of {self._where()}: step reward {value} at position {position}, not an action token"
                 )
             if not math.isfinite(value):
-                raise ValueError(
-                    f"Trajectory of {self._where()}: step reward at position {position} is {value}"
-                )
+                raise ValueError(f"Trajectory of {self._where()}: step reward at position {position} is {value}")
 
     @property
     def total_length(self) -> int:

@@ -35,8 +35,7 @@ def load_user_module(path: str, module_name: str, error_type: type[RolloutError]
         raise error_type(f"{path}: the file name must end in .py")
     if not os.path.isfile(full_path):
         raise error_type(
-            f"{path}: no such file (looked at {full_path}). The path must exist on every node that runs an "
-            "engine."
+            f"{path}: no such file (looked at {full_path}). The path must exist on every node that runs an engine."
         )
     spec = importlib.util.spec_from_file_location(module_name, full_path)
     if spec is None or spec.loader is None:
@@ -101,9 +100,7 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(
-        target=target, daemon=True, name=f"user-code-{getattr(function, '__name__', 'call')}"
-    ).start()
+    threading.Thread(target=target, daemon=True, name=f"user-code-{getattr(function, '__name__', 'call')}").start()
     return await future
 
 

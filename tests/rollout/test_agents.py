@@ -30,9 +30,7 @@ def spec(executor: AgentExecutorBase, **options: Any) -> EpisodeSpec:
     return EpisodeSpec(sampling=sampling, max_length=max_length, tokenizer=TOK, executor=executor, **options)
 
 
-def play(
-    executor: AgentExecutorBase, engine: ScriptedEngine, text: str = "q", n: int = 1, **options: Any
-) -> Group:
+def play(executor: AgentExecutorBase, engine: ScriptedEngine, text: str = "q", n: int = 1, **options: Any) -> Group:
     return asyncio.run(run_group(item(TOK, text, 4, label="gold"), n, engine, spec(executor, **options)))
 
 
@@ -86,13 +84,9 @@ def test_sampled_ids_are_never_encoded_again() -> None:
     assert all(s["label"] == "gold" for s in cls.seen)
 
 
-@pytest.mark.parametrize(
-    "reward", [0.5, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([0.5])]
-)
+@pytest.mark.parametrize("reward", [0.5, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([0.5])])
 def test_rewards_of_any_kind_are_numbers(reward: Any) -> None:
-    executor, _ = scripted(
-        step(reward, done=torch.tensor(True), scores=reward, extra_logs={"a": reward, "b": [2]})
-    )
+    executor, _ = scripted(step(reward, done=torch.tensor(True), scores=reward, extra_logs={"a": reward, "b": [2]}))
     trajectory = one(executor, ScriptedEngine([[A, EOS]]))
     assert (trajectory.reward, trajectory.score, trajectory.extra_logs) == (0.5, 0.5, {"a": 0.5, "b": 2.0})
 
@@ -169,9 +163,9 @@ def test_sampling_parameters_change_from_the_next_turn_on_and_only_for_this_samp
     engine = ScriptedEngine(lambda ids, sampling: ([A], "stop"))
     play(MultiTurnAgentExecutor(Warmer), engine, n=2)
     by_turn = sorted(engine.sampling, key=lambda s: (-s.temperature, s.top_k))
-    assert [(s.temperature, s.top_k, s.stop) for s in by_turn] == [(1.0, -1, ())] * 2 + [
-        (0.3, -1, ())
-    ] * 2 + [(0.3, 5, ("x",))] * 2
+    assert [(s.temperature, s.top_k, s.stop) for s in by_turn] == [(1.0, -1, ())] * 2 + [(0.3, -1, ())] * 2 + [
+        (0.3, 5, ("x",))
+    ] * 2
     assert by_turn[-1].extra == (("guided_choice", ["a"]),)
     assert all(s.logprobs for s in engine.sampling)
     assert len({s.seed for s in engine.sampling}) == 6  # every sample and every turn has its own
@@ -252,9 +246,7 @@ class AgentExecutor(AgentExecutorBase):
 """
 
 
-def user_executor(
-    tmp_path: Path, *, images: str = "", logprobs: str = "1", body: str = "pass"
-) -> AgentExecutorBase:
+def user_executor(tmp_path: Path, *, images: str = "", logprobs: str = "1", body: str = "pass") -> AgentExecutorBase:
     path = tmp_path / "my_agent.py"
     path.write_text(OLD_STYLE.format(images=images, logprobs=logprobs, body=body))
     return load_agent_executor(str(path))
@@ -359,9 +351,7 @@ def test_a_reset_without_observation_is_named() -> None:
         async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             return {"text": "x"}
 
-    with pytest.raises(
-        AgentError, match=r"NoText.reset\(\) returned a dict with \['text'\]; return a dict with"
-    ):
+    with pytest.raises(AgentError, match=r"NoText.reset\(\) returned a dict with \['text'\]; return a dict with"):
         one(MultiTurnAgentExecutor(NoText), ScriptedEngine([]))
 
 
@@ -369,9 +359,7 @@ def test_exceptions_of_agent_code_name_file_line_and_sample(tmp_path: Path) -> N
     with pytest.raises(AgentError) as caught:
         one(user_executor(tmp_path, body="{}['x']"), ScriptedEngine([[A, EOS]]))
     message = str(caught.value)
-    assert message == (
-        f"prompt 4 sample 0: AgentExecutor.execute() raised KeyError: 'x' at {tmp_path}/my_agent.py:16"
-    )
+    assert message == (f"prompt 4 sample 0: AgentExecutor.execute() raised KeyError: 'x' at {tmp_path}/my_agent.py:16")
 
 
 def test_one_failing_sample_can_be_dropped_and_counted() -> None:
@@ -385,9 +373,7 @@ def test_one_failing_sample_can_be_dropped_and_counted() -> None:
             if Fragile.made == 2:
                 raise OSError("no sandbox")
 
-    group = play(
-        MultiTurnAgentExecutor(Fragile), ScriptedEngine(lambda i, s: [A, EOS]), n=3, on_agent_failure="drop"
-    )
+    group = play(MultiTurnAgentExecutor(Fragile), ScriptedEngine(lambda i, s: [A, EOS]), n=3, on_agent_failure="drop")
     assert [t.sample_index for t in group.trajectories] == [0, 2]
     assert [(f.sample_index, f.kind) for f in group.failures] == [(1, "agent")]
     assert "OSError: no sandbox at" in group.failures[0].message
@@ -406,9 +392,7 @@ def test_an_agent_that_hangs_ends_in_time(policy: str) -> None:
     executor, engine = MultiTurnAgentExecutor(Hangs), ScriptedEngine([[A, EOS]])
     started = time.monotonic()
     if policy == "raise":
-        with pytest.raises(
-            EpisodeTimeout, match="prompt 4 sample 0: agent MultiTurnAgentExecutor did not end"
-        ):
+        with pytest.raises(EpisodeTimeout, match="prompt 4 sample 0: agent MultiTurnAgentExecutor did not end"):
             play(executor, engine, episode_timeout=0.1)
     else:
         group = play(executor, engine, episode_timeout=0.1, on_agent_failure="drop")

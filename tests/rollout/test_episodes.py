@@ -135,9 +135,7 @@ def test_samples_keep_prompt_and_label_whatever_the_order_of_completion() -> Non
     ]
     assert [t.group_id for g in groups for t in g.trajectories] == [101, 101, 102, 102]
     assert seen == [("q", 5), ("q", 5), ("p", 1), ("p", 1)]
-    advantages = [
-        [t.reward - np.mean([u.reward for u in g.trajectories]) for t in g.trajectories] for g in groups
-    ]
+    advantages = [[t.reward - np.mean([u.reward for u in g.trajectories]) for t in g.trajectories] for g in groups]
     assert advantages == [[-0.5, 0.5], [-2.0, 2.0]]
 
 

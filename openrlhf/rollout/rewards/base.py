@@ -92,8 +92,7 @@ def parse_reply(reply: Any, batch: Sequence[RewardRequest], where: str) -> list[
         rewards, scores, logs = reply["rewards"], reply.get("scores"), reply.get("extra_logs") or {}
         if not isinstance(logs, Mapping):
             raise RewardError(
-                f'{where} returned "extra_logs" of type {type(logs).__name__}; return a dict of name to '
-                "numbers."
+                f'{where} returned "extra_logs" of type {type(logs).__name__}; return a dict of name to numbers.'
             )
     reward_values = _numbers(rewards, "rewards", batch, where)
     # None is the only "missing": a score of 0.0 is a score.
@@ -102,9 +101,7 @@ def parse_reply(reply: Any, batch: Sequence[RewardRequest], where: str) -> list[
     results = []
     for index, (reward, score) in enumerate(zip(reward_values, score_values, strict=True)):
         own = {name: column[index] for name, column in log_columns.items()}
-        results.append(
-            RewardResult(reward, score, {name: value for name, value in own.items() if value is not None})
-        )
+        results.append(RewardResult(reward, score, {name: value for name, value in own.items() if value is not None}))
     return results
 
 
@@ -142,8 +139,7 @@ def _numbers(value: Any, key: str, batch: Sequence[RewardRequest], where: str) -
         if len(items) == 1 and len(batch) > 1:
             raise SingleValueReply
         raise RewardError(
-            f'{where} returned {len(items)} values in "{key}" for {len(batch)} samples; return one number '
-            "per sample.",
+            f'{where} returned {len(items)} values in "{key}" for {len(batch)} samples; return one number per sample.',
             isolatable=False,
         )
     numbers = []
@@ -151,8 +147,7 @@ def _numbers(value: Any, key: str, batch: Sequence[RewardRequest], where: str) -
         number = as_number(item)
         if number is None or not math.isfinite(number):
             raise RewardError(
-                f'{where} returned {_short(item)} in "{key}" for {request.sample}; it must be a finite '
-                "number.",
+                f'{where} returned {_short(item)} in "{key}" for {request.sample}; it must be a finite number.',
                 isolatable=True,
             )
         numbers.append(number)
@@ -173,8 +168,7 @@ def _log_column(value: Any, name: str, batch: Sequence[RewardRequest], where: st
         number = None if item is None else as_number(item)
         if item is not None and number is None:
             raise RewardError(
-                f"{where} returned {_short(item)} in extra_logs[{name!r}] for {request.sample}; it must be "
-                "a number.",
+                f"{where} returned {_short(item)} in extra_logs[{name!r}] for {request.sample}; it must be a number.",
                 isolatable=True,
             )
         column.append(number)

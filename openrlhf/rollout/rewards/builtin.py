@@ -23,9 +23,7 @@ def exact_match_reward(
     return {"rewards": [float(r == str(label).strip()) for r, label in zip(responses, labels, strict=True)]}
 
 
-def math_reward(
-    queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **kwargs: Any
-) -> dict[str, Any]:
+def math_reward(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
     r"""1.0 where the response's answer equals the label as mathematics; else 0.0.
 
     The answer is the last ``\boxed{}`` if there is one; otherwise what math-verify finds in the text after
@@ -38,9 +36,7 @@ def math_reward(
         answer = extract_boxed_answer(response)
         late = 0.0
         try:
-            correct = answers_agree(
-                f"\\boxed{{{answer}}}" if answer is not None else response, answer, str(label)
-            )
+            correct = answers_agree(f"\\boxed{{{answer}}}" if answer is not None else response, answer, str(label))
         except MathTimeout:
             correct, late = False, 1.0
         rewards.append(float(correct))
@@ -101,9 +97,7 @@ def same_plain_answer(answer: str, label: str) -> bool:
 
 def _normal(text: str) -> str:
     text = re.sub(r"\\(left|right|,|;|!|quad|displaystyle)", "", text.strip())
-    text = (
-        re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    )
+    text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     return re.sub(r"\s+", "", text.strip("$ ").rstrip("."))
 
 

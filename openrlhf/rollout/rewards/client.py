@@ -38,9 +38,7 @@ class RewardClient:
         if on_failure not in FAILURE_POLICIES:
             raise ValueError(f"reward_on_failure must be one of {FAILURE_POLICIES}, got {on_failure!r}")
         if batch_size < 1 or max_concurrency < 1:
-            raise ValueError(
-                f"batch_size {batch_size} and max_concurrency {max_concurrency} must be at least 1"
-            )
+            raise ValueError(f"batch_size {batch_size} and max_concurrency {max_concurrency} must be at least 1")
         self._source = source
         self._on_failure = on_failure
         self._batch_size = batch_size
@@ -113,9 +111,7 @@ class RewardClient:
             for _, future in batch:
                 if not future.done():
                     # Cancelled callers have gone; anybody else must not wait for ever.
-                    future.set_exception(
-                        error if isinstance(error, Exception) else RewardError("reward client closed")
-                    )
+                    future.set_exception(error if isinstance(error, Exception) else RewardError("reward client closed"))
             if not isinstance(error, Exception):
                 raise
             return
@@ -144,9 +140,7 @@ class RewardClient:
             self._latencies.append(time.monotonic() - started)
         if len(results) != len(requests):
             name = type(self._source).__name__
-            return [
-                RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")
-            ] * len(requests)
+            return [RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")] * len(requests)
         return list(results)
 
     def _fail(self, future: asyncio.Future[RewardResult | None], error: RewardError) -> None:

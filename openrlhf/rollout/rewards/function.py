@@ -61,9 +61,7 @@ class FunctionReward:
         )
         name = getattr(function, "__name__", type(function).__name__)
         code = getattr(inspect.unwrap(function), "__code__", None)
-        place = (
-            f"{path or code.co_filename}:{code.co_firstlineno}" if code is not None else path or "<function>"
-        )
+        place = f"{path or code.co_filename}:{code.co_firstlineno}" if code is not None else path or "<function>"
         self._where = f"{place} {name}()"
 
     @classmethod
@@ -89,8 +87,7 @@ class FunctionReward:
                 signature.bind([], [], [])
             except TypeError as error:
                 raise RewardError(
-                    f"{path}: {name}{signature} can't be called with (queries, prompts, labels): {error}. "
-                    f"{_CONTRACT}"
+                    f"{path}: {name}{signature} can't be called with (queries, prompts, labels): {error}. {_CONTRACT}"
                 ) from error
         return cls(function, path, **options)
 

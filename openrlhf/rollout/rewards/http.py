@@ -88,9 +88,7 @@ class HTTPReward:
             urls = [urls]
         wrong = [url for url in urls if not url.startswith(("http://", "https://"))]
         if wrong or not urls:
-            raise RewardError(
-                f"reward URLs must start with http:// or https://, got {wrong or 'an empty list'}"
-            )
+            raise RewardError(f"reward URLs must start with http:// or https://, got {wrong or 'an empty list'}")
         self.options = options or HTTPOptions()
         self.retries = 0
         self._servers = [_Server(url) for url in urls]
@@ -162,9 +160,7 @@ class HTTPReward:
         self.retries += 1
         error = state.outcome.exception() if state.outcome is not None else None
         wait = state.next_action.sleep if state.next_action is not None else 0.0
-        logger.warning(
-            "try %d of a reward request failed (%s); next in %.1f s", state.attempt_number, error, wait
-        )
+        logger.warning("try %d of a reward request failed (%s); next in %.1f s", state.attempt_number, error, wait)
 
     async def _try_servers(self, body: bytes, names: str) -> tuple[str, Any]:
         """One try: a server, and where it fails, at once each other server that is not resting."""
@@ -260,9 +256,7 @@ def _encode(chunk: Sequence[RewardRequest]) -> bytes:
         return json.dumps(payload, default=_plain).encode("utf-8")
     except TypeError as error:
         kinds = sorted({type(request.label).__name__ for request in chunk})
-        raise RewardError(
-            f"the labels of {chunk[0].sample} can't be sent as JSON ({error}); types: {kinds}"
-        ) from error
+        raise RewardError(f"the labels of {chunk[0].sample} can't be sent as JSON ({error}); types: {kinds}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -51,9 +51,7 @@ def test_plain_comparison(answer: str, label: str, same: bool) -> None:
 
 
 def test_exact_match() -> None:
-    reply = exact_match_reward(
-        ["q: yes</s>", "q: yes<|im_end|>\n", "q: no"], ["q:"] * 3, ["yes", "yes ", "yes"]
-    )
+    reply = exact_match_reward(["q: yes</s>", "q: yes<|im_end|>\n", "q: no"], ["q:"] * 3, ["yes", "yes ", "yes"])
     assert reply == {"rewards": [1.0, 1.0, 0.0]}
 
 
@@ -97,8 +95,6 @@ def test_no_child_process_outlives_its_parent() -> None:
         "assert checker.same('2', '$2$')\n"
         "print(*[worker._process.pid for worker in checker._all])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     pid = int(done.stdout)
     assert subprocess.run(["kill", "-0", str(pid)], capture_output=True).returncode != 0

@@ -17,10 +17,7 @@ from openrlhf.rollout.rewards import FunctionReward, RewardRequest, RewardResult
 
 
 def requests(count: int = 3, **options: Any) -> list[RewardRequest]:
-    return [
-        RewardRequest(f"p{i}r{i}", f"p{i}", i, {"datasource": "d"}, f"prompt {i} sample 0")
-        for i in range(count)
-    ]
+    return [RewardRequest(f"p{i}r{i}", f"p{i}", i, {"datasource": "d"}, f"prompt {i} sample 0") for i in range(count)]
 
 
 def source(tmp_path: Path, code: str, **options: Any) -> FunctionReward:
@@ -64,10 +61,7 @@ def test_metadata_goes_to_functions_that_take_it(tmp_path: Path) -> None:
 def test_async_functions_and_objects_are_awaited(tmp_path: Path) -> None:
     code = "import asyncio\nasync def reward_func(q, p, l):\n    await asyncio.sleep(0)\n    return l\n"
     assert [r.reward for r in score(source(tmp_path, code), requests())] == [0.0, 1.0, 2.0]
-    code = (
-        "class Scorer:\n    async def __call__(self, q, p, l, **kwargs):\n        return l\n"
-        "reward_func = Scorer()\n"
-    )
+    code = "class Scorer:\n    async def __call__(self, q, p, l, **kwargs):\n        return l\nreward_func = Scorer()\n"
     assert [r.reward for r in score(source(tmp_path, code), requests())] == [0.0, 1.0, 2.0]
 
 
@@ -167,9 +161,7 @@ def test_an_empty_batch_calls_nothing() -> None:
     ],
 )
 def test_unusable_results_are_named(tmp_path: Path, reply: Any, words: str) -> None:
-    reward = source(
-        tmp_path, "REPLY = None\n\n\ndef reward_func(queries, prompts, labels):\n    return REPLY\n"
-    )
+    reward = source(tmp_path, "REPLY = None\n\n\ndef reward_func(queries, prompts, labels):\n    return REPLY\n")
     reward._function.__globals__["REPLY"] = reply
     with pytest.raises(RewardError, match=words) as caught:
         score(reward, requests())

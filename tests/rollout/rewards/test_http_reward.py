@@ -82,9 +82,7 @@ def requests(count: int) -> list[RewardRequest]:
     return [RewardRequest(f"p{i} r{i}", f"p{i}", str(i), {}, f"prompt {i} sample 0") for i in range(count)]
 
 
-def with_servers(
-    answers: list[Answer], use: Callable[..., Awaitable[Any]], options: HTTPOptions = FAST
-) -> Any:
+def with_servers(answers: list[Answer], use: Callable[..., Awaitable[Any]], options: HTTPOptions = FAST) -> Any:
     async def run() -> Any:
         async with AsyncExitStack() as stack:
             servers = [await stack.enter_async_context(Server(answer).serve()) for answer in answers]
@@ -121,9 +119,7 @@ def test_the_payload_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
             RewardRequest("q r", "q", np.array([1, 2])),
         ]
         await reward.score(batch)
-        assert servers[0].bodies == [
-            {"query": ["ü r", "q r"], "prompts": ["ü", "q"], "labels": [{"gold": 3}, [1, 2]]}
-        ]
+        assert servers[0].bodies == [{"query": ["ü r", "q r"], "prompts": ["ü", "q"], "labels": [{"gold": 3}, [1, 2]]}]
         assert servers[0].headers[0]["Authorization"] == "Bearer s3cret"
         assert servers[0].headers[0]["Content-Type"] == "application/json"
 

@@ -35,9 +35,7 @@ def test_what_is_ready_goes_out_together() -> None:
     assert [r.reward for r in score_all(client, 11) if r] == [float(i) for i in range(11)]
     assert sizes == [4, 4, 3]
     metrics = client.pop_metrics()
-    assert (
-        metrics["reward/samples"] == 11 and metrics["reward/calls"] == 3 and metrics["reward/failures"] == 0
-    )
+    assert metrics["reward/samples"] == 11 and metrics["reward/calls"] == 3 and metrics["reward/failures"] == 0
     assert 0.0 < metrics["reward/latency_mean"] <= metrics["reward/latency_max"] < 5.0
     assert client.pop_metrics()["reward/samples"] == 0
 

@@ -1,0 +1,122 @@
+"""Metrics of rollouts and evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openrlhf.rollout.metrics import eval_metrics, rollout_metrics
+from openrlhf.rollout.trajectory import Trajectory
+
+
+def sample(group: int, reward: float | None, *, actions: int = 2, prompt: int = 3, **options: Any) -> Trajectory:
+    mask = np.array([False] * prompt + [True] * actions)
+    return Trajectory(
+        prompt_id=group,
+        group_id=group,
+        sample_index=0,
+        token_ids=np.arange(prompt + actions),
+        action_mask=mask,
+        logprobs=None,
+        weight_version=np.where(mask, 0, -1),
+        reward=reward,
+        score=options.pop("score", reward),
+        **options,
+    )
+
+
+def test_every_sample_counts_once() -> None:
+    long = sample(1, 0.0, actions=8, truncated=True, finish_reason="length", extra_logs={"a": 4.0})
+    metrics = rollout_metrics(
+        [
+            sample(0, 1.0, score=0.5, extra_logs={"a": 1.0, "b": 7.0}),
+            sample(0, 0.0, score=0.5),
+            long,
+            sample(1, 3.0, score=0.5),
+        ],
+        max_response_length=8,
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward": 1.0,
+            "score": 0.375,
+            "response_length": 3.5,
+            "total_length": 6.5,
+            "truncated": 0.25,
+            "response_clip_ratio": 0.25,
+            "group_reward_std": np.mean([np.std([1, 0], ddof=1), np.std([0, 3], ddof=1)]),
+            "rollout/reward_mean": 1.0,
+            "rollout/reward_std": np.std([1, 0, 0, 3], ddof=1),
+            "rollout/response_length_mean": 3.5,
+            "rollout/response_length_max": 8.0,
+            "rollout/truncated_rate": 0.25,
+            "rollout/num_samples": 4.0,
+            "a": 2.5,
+            "b": 7.0,
+        }
+    )
+
+
+def test_a_trajectory_of_many_turns_weighs_no_more() -> None:
+    turns = sample(1, 0.0, actions=4, step_rewards=((3, 0.0), (4, 0.0), (5, 0.0), (6, 0.0)))
+    assert rollout_metrics([sample(0, 1.0), turns])["reward"] == 0.5
+
+
+def test_groups_may_differ_in_size_and_order() -> None:
+    samples = [sample(g, r) for g, r in ((0, 1.0), (1, 0.0), (0, 1.0), (2, 7.0), (1, 2.0), (0, 1.0))]
+    assert rollout_metrics(samples)["group_reward_std"] == pytest.approx(np.mean([0.0, np.sqrt(2)]))
+    assert "group_reward_std" not in rollout_metrics([sample(0, 1.0), sample(1, 0.0)])
+    assert rollout_metrics([sample(0, 1.0)])["rollout/reward_std"] == 0.0
+
+
+def test_rewards_by_source() -> None:
+    metrics = rollout_metrics([sample(0, 1.0, metadata={"datasource": "math"}), sample(1, 0.0), sample(2, 1.0)])
+    assert (metrics["reward/math"], metrics["reward/default"]) == (1.0, 0.5)
+    assert "reward/default" not in rollout_metrics([sample(1, 0.0), sample(2, 1.0)])
+
+
+def test_rewards_that_are_not_there_yet_are_left_out() -> None:
+    metrics = rollout_metrics([sample(0, None)])
+    assert "reward" not in metrics and "score" not in metrics and metrics["response_length"] == 2.0
+    assert rollout_metrics([]) == {}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1]])
+def test_evaluation_pools_all_samples(order: list[int]) -> None:
+    flags = [1.0, 0.0, 1.0, 1.0, 0.0]
+    samples = [sample(i, flags[i]) for i in order]
+    metrics = eval_metrics(samples, 1)
+    assert metrics["eval_default_pass1"] == pytest.approx(0.6)
+    assert metrics["eval_num_samples"] == 5
+
+
+def test_evaluation_by_source() -> None:
+    gsm = {"metadata": {"datasource": "gsm"}}
+    samples = [
+        sample(0, 0.0, **gsm),
+        sample(1, 0.0, actions=6, truncated=True, finish_reason="length"),
+        sample(0, 1.0, **gsm),
+        sample(1, 0.0),
+        sample(2, 0.0, **gsm),
+        sample(2, 0.0, **gsm),
+    ]
+    assert eval_metrics(samples, 2) == pytest.approx(
+        {
+            "eval_default_pass2": 0.0,
+            "eval_default_pass1": 0.0,
+            "eval_default_response_length_mean": 4.0,
+            "eval_default_truncated_rate": 0.5,
+            "eval_gsm_pass2": 0.5,
+            "eval_gsm_pass1": 0.25,
+            "eval_gsm_response_length_mean": 2.0,
+            "eval_gsm_truncated_rate": 0.0,
+            "eval_response_length_mean": 16 / 6,
+            "eval_truncated_rate": 1 / 6,
+            "eval_num_samples": 6.0,
+        }
+    )
+    assert eval_metrics([], 2) == {}
+    with pytest.raises(ValueError, match="evaluation sample 0 of prompt 3 has no reward"):
+        eval_metrics([sample(3, None)], 1)

@@ -1,0 +1,88 @@
+"""Trajectory: validation and the way to plain data and back."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from openrlhf.rollout.trajectory import Trajectory
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "prompt_id": 3,
+        "group_id": 9,
+        "sample_index": 1,
+        "token_ids": [5, 6, 7, 8],
+        "action_mask": [False, True, False, True],
+        "logprobs": [0.0, -0.25, 0.0, -1.1],
+        "weight_version": [-1, 2, -1, 3],
+        "reward": 0.5,
+        "score": 0.0,
+        "step_rewards": ((1, 0.1), (3, 0.4)),
+        "finish_reason": "length",
+        "truncated": True,
+        "extra_logs": {"a": 1.0},
+        "metadata": {"label": "x"},
+        "timings": {"generation": 0.1},
+    }
+    return {**base, **changes}
+
+
+def test_fields_have_their_types_and_lengths() -> None:
+    trajectory = Trajectory(**values())
+    assert trajectory.token_ids.dtype == np.int32 and trajectory.action_mask.dtype == np.bool_
+    assert trajectory.logprobs is not None and trajectory.logprobs.dtype == np.float32
+    assert trajectory.weight_version.dtype == np.int32
+    assert (trajectory.total_length, trajectory.response_length, trajectory.prompt_length) == (4, 2, 1)
+    assert trajectory.min_version == 2
+    nothing = Trajectory(**values(action_mask=[0] * 4, weight_version=[-1] * 4, logprobs=None, step_rewards=()))
+    assert (nothing.response_length, nothing.prompt_length, nothing.min_version) == (0, 4, -1)
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_plain_data_and_back(lists: bool) -> None:
+    trajectory = Trajectory(**values())
+    data = trajectory.to_dict(lists=lists)
+    data = json.loads(json.dumps(data)) if lists else pickle.loads(pickle.dumps(data))
+    again = Trajectory.from_dict(data)
+    for name in Trajectory.__dataclass_fields__:
+        np.testing.assert_array_equal(getattr(again, name), getattr(trajectory, name), err_msg=name)
+    assert Trajectory.from_dict(Trajectory(**values(logprobs=None)).to_dict()).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"action_mask": [True]}, "prompt 3 sample 1: action_mask has 1 entries, token_ids has 4"),
+        ({"logprobs": [0.0]}, "logprobs has 1 entries"),
+        ({"weight_version": [0]}, "weight_version has 1 entries"),
+        ({"token_ids": [[5, 6, 7, 8]]}, r"token_ids must have one dimension, got shape \(1, 4\)"),
+        ({"token_ids": [5.0, 6.0, 7.0, 8.0]}, "token_ids must hold integers, got float64"),
+        ({"logprobs": [0.0, float("nan"), 0.0, 0.0]}, r"logprobs\[1\] is nan \(token id 6\)"),
+        ({"logprobs": [0.0, -np.inf, 0.0, 0.0]}, r"logprobs\[1\] is -inf"),
+        ({"logprobs": [-1.0, 0.0, 0.0, 0.0]}, "logprobs must be 0 where action_mask is False"),
+        ({"weight_version": [0, 2, -1, 2]}, "weight_version must be -1 where action_mask is False"),
+        ({"weight_version": [-1, -1, -1, 2]}, "weight_version must be >= 0 on action tokens"),
+        ({"finish_reason": "eos"}, "finish_reason is 'eos', not one of"),
+        ({"reward": float("nan")}, "reward is nan; it must be finite or None"),
+        ({"score": float("inf")}, "score is inf"),
+        ({"step_rewards": ((2, 1.0),)}, "step reward 1.0 at position 2, not an action token"),
+        ({"step_rewards": ((4, 1.0),)}, "step reward 1.0 at position 4"),
+        ({"step_rewards": ((1, float("nan")),)}, "step reward at position 1 is nan"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Trajectory(**values(**changes))
+
+
+def test_records_with_other_keys_are_refused() -> None:
+    data = Trajectory(**values()).to_dict()
+    data["surprise"] = data.pop("token_ids")
+    with pytest.raises(ValueError, match=r"unknown keys \['surprise'\], missing keys \['token_ids'\]"):
+        Trajectory.from_dict(data)
