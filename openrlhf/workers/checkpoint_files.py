@@ -50,6 +50,10 @@ def finish_checkpoint(root: str | Path, tag: str, meta: dict[str, Any]) -> None:
     else:
         os.replace(scratch, final)
     write_atomic(root / LATEST, tag)
+    if tag.startswith(BEST_PREFIX):
+        for other in checkpoint_tags(root):
+            if other.startswith(BEST_PREFIX) and other != tag:
+                shutil.rmtree(root / other)
 
 
 def read_meta(root: str | Path, tag: str) -> dict[str, Any]:

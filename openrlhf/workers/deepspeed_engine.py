@@ -62,7 +62,7 @@ class StepStats(NamedTuple):
     skipped: bool
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(FloatingPointError):
     """A loss or gradient is NaN or infinite. The weights were not touched."""
 
 
@@ -161,7 +161,7 @@ class TrainEngine:
         self.training = optimizer is not None
         self.param_offload = param_offload
         self.step_count = 0
-        self._finite = True
+        self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
         self._partitioned = opts.zero_stage == 3
         config = deepspeed_config(opts, training=self.training, param_offload=param_offload and self._partitioned)
@@ -222,7 +222,8 @@ class TrainEngine:
             last: True for the last micro-batch before :meth:`step`; then ranks exchange gradients.
         """
         self._require_training("backward")
-        self._finite = self._finite and bool(torch.isfinite(loss.detach()))
+        finite = torch.isfinite(loss.detach())
+        self._finite = finite if self._finite is None else self._finite & finite
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages gradients over data-parallel ranks; the sum is wanted
         self._engine.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
@@ -239,7 +240,8 @@ class TrainEngine:
         if self._pending:
             raise RuntimeError("step() before the last backward(): call backward(loss, last=True) first")
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
-        finite, self._finite = self._finite, True
+        finite = self._finite is None or bool(self._finite)
+        self._finite = None
         own_norm = self._plain_gradient_norm() if self._is_plain else None
         if own_norm is not None and not math.isfinite(own_norm):
             self._engine.zero_grad()
@@ -373,14 +375,14 @@ class TrainEngine:
         root: str | Path,
         tag: str,
         client_state: dict[str, Any],
-        *,
         max_num: int | None = None,
         max_mem_gib: float = math.inf,
     ) -> None:
         """Write weights, optimizer, schedule, random states and ``client_state`` as ``root/tag``.
 
         The folder appears when it is complete; then ``latest`` is moved to it; then checkpoints beyond ``max_num``
-        or ``max_mem_gib`` are removed (None = keep all). All ranks call it.
+        or ``max_mem_gib`` are removed (None = keep all), and, when the tag begins with ``best_``, the earlier best
+        ones. All ranks call it.
 
         Raises:
             RuntimeError: rank 0 could not finish it; earlier checkpoints are untouched.

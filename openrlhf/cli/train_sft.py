@@ -1,0 +1,24 @@
+"""``python -m openrlhf.cli.train_sft``: supervised fine-tuning. Also under torchrun and ``deepspeed --module``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config import parse_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and check the flags, then train.
+
+    Returns:
+        The exit status: 0, or 1 for a failure that was explained.
+    """
+    cfg = parse_cli("train_sft", list(sys.argv[1:] if argv is None else argv))
+    from openrlhf.trainer.sft import run
+
+    return run(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

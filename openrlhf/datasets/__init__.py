@@ -1,0 +1,19 @@
+"""Data: sources and mixing, rows into token ids and masks, and an order that survives a restart."""
+
+from openrlhf.datasets.order import ResumableOrder, epoch_permutation
+from openrlhf.datasets.prompts import PromptRow, build_prompts, load_prompts
+from openrlhf.datasets.sft import SFTDataset, build_sft_dataset
+from openrlhf.datasets.sources import DataError, load_rows, require_columns
+
+__all__ = [
+    "DataError",
+    "PromptRow",
+    "ResumableOrder",
+    "SFTDataset",
+    "build_prompts",
+    "build_sft_dataset",
+    "epoch_permutation",
+    "load_prompts",
+    "load_rows",
+    "require_columns",
+]

@@ -1,0 +1,129 @@
+"""Rows of prompts for reinforcement learning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config import PPOConfig
+from openrlhf.datasets import text as texts
+from openrlhf.datasets.sources import DataError, load_rows, require_columns
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+DEFAULT_DATASOURCE = "default"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt.
+
+    Attributes:
+        prompt_id: row number in the data, before any row was dropped.
+        text: the prompt as text, template applied, not shortened.
+        token_ids: what the engine is given.
+        label: value of ``--label_key``; "" without it.
+        datasource: value of the column ``datasource``, for metrics by source.
+        metadata: the row's other columns.
+    """
+
+    prompt_id: int
+    text: str
+    token_ids: list[int]
+    label: Any
+    datasource: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def load_prompts(
+    cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int, evaluation: bool = False
+) -> list[PromptRow]:
+    """Read the training prompts, or the evaluation prompts, that a configuration names.
+
+    Args:
+        max_tokens: see :func:`build_prompts`.
+
+    Raises:
+        DataError: see :func:`openrlhf.datasets.sources.load_rows` and :func:`build_prompts`.
+    """
+    source = cfg.eval_dataset if evaluation else cfg.prompt_data
+    if not source:
+        raise DataError(f"--{'eval_dataset' if evaluation else 'prompt_data'} is not given")
+    rows = load_rows(
+        source,
+        split=cfg.eval_split if evaluation else cfg.prompt_split,
+        probabilities=None if evaluation else cfg.prompt_data_probs,
+        max_samples=cfg.max_samples,
+        seed=cfg.seed,
+        use_modelscope=cfg.use_ms,
+    )
+    return build_prompts(rows, cfg, tokenizer, max_tokens, source)
+
+
+def build_prompts(
+    rows: Dataset,
+    cfg: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    source: str = "the prompt data",
+) -> list[PromptRow]:
+    """Turn rows into prompts.
+
+    Args:
+        max_prompt_tokens: longer prompts lose their beginning (``--prompt_overlong cut``) or are left out (``drop``);
+            both are counted in a warning.
+
+    Raises:
+        DataError: a column is missing, a row is null, empty or malformed, or nothing is left.
+    """
+    require_columns(rows, {"input_key": cfg.input_key, "label_key": cfg.label_key}, source)
+    prompts: list[PromptRow] = []
+    cut = dropped = 0
+    for index, row in enumerate(rows):
+        where = f"{source}, row {index}"
+        text, ids = _prompt(row[cfg.input_key], cfg, tokenizer, where)
+        if len(ids) > max_prompt_tokens:
+            if cfg.prompt_overlong == "drop":
+                dropped += 1
+                continue
+            cut += 1
+            ids = ids[len(ids) - max_prompt_tokens :]
+        used = {cfg.input_key, cfg.label_key, "datasource"}
+        prompts.append(
+            PromptRow(
+                prompt_id=index,
+                text=text,
+                token_ids=ids,
+                label=row[cfg.label_key] if cfg.label_key is not None else "",
+                datasource=str(row.get("datasource") or DEFAULT_DATASOURCE),
+                metadata={name: value for name, value in row.items() if name not in used and value is not None},
+            )
+        )
+    if cut or dropped:
+        logger.warning("%s: %d prompts cut to %d tokens, %d left out", source, cut, max_prompt_tokens, dropped)
+    if not prompts:
+        raise DataError(f"{source}: all {len(rows)} prompts are longer than {max_prompt_tokens} tokens")
+    return prompts
+
+
+def _prompt(
+    value: Any, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[str, list[int]]:
+    if value is None:
+        raise DataError(f"{where}: column {cfg.input_key!r} is null")
+    if len(value) == 0:
+        raise DataError(f"{where}: column {cfg.input_key!r} is empty")
+    if cfg.apply_chat_template:
+        text = texts.prompt_text(tokenizer, value, where)
+        return text, texts.encode_rendered(tokenizer, text)
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: column {cfg.input_key!r} is a {type(value).__name__}, not a text; lists of messages need "
+            "--apply_chat_template"
+        )
+    text = texts.apply_template(cfg.input_template, value)
+    return text, texts.encode(tokenizer, text)

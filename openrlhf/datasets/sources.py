@@ -1,0 +1,200 @@
+"""Read rows from the sources that ``--dataset`` and its like name: files, folders, hub ids, and mixtures of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    Dataset,
+    DatasetDict,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
+from datasets.exceptions import DatasetGenerationError
+
+from openrlhf.config.datasource import FILE_SUFFIXES, Source, parse_sources
+
+_LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
+
+
+class DataError(ValueError):
+    """Data can't be used as asked; the message names the source, and the row or column."""
+
+
+def load_rows(
+    sources: str,
+    *,
+    split: str = "train",
+    probabilities: str | Sequence[float] | None = None,
+    max_samples: int | None = None,
+    seed: int = 42,
+    use_modelscope: bool = False,
+) -> Dataset:
+    """Rows of all sources, one after another or mixed.
+
+    Args:
+        sources: ``path[@data_dir], ...`` with paths of .json, .jsonl, .csv, .parquet or .arrow files, of folders, or
+            hub ids. Local data is read without the network.
+        split: name of a split, also a slice of it (``train[:5%]``, ``train[100:200]``).
+        probabilities: one for each source, summing to 1: rows are drawn at random until the last source is used
+            up, smaller sources repeat. None: sources follow each other.
+        max_samples: first rows taken of each source, and again of the result.
+        use_modelscope: take what is not local from ModelScope instead of the Hugging Face hub.
+
+    Raises:
+        DataError: a source is missing, unreadable or empty, or the sources do not fit together.
+    """
+    wanted = [source for source in parse_sources(sources) if source.path]
+    if not wanted:
+        raise DataError(f"no data source is named in {sources!r}")
+    weights = _probabilities(probabilities, len(wanted))
+    parts = []
+    for source in wanted:
+        rows = _slice(_load(source, use_modelscope), split, source.path)
+        if max_samples is not None:
+            rows = rows.select(range(min(max_samples, len(rows))))
+        if len(rows) == 0:
+            raise DataError(f"data source {source.path!r} has no rows (split {split!r})")
+        parts.append(rows)
+    try:
+        if len(parts) == 1:
+            merged = parts[0]
+        elif weights is None:
+            merged = concatenate_datasets(parts)
+        else:
+            merged = interleave_datasets(
+                parts, probabilities=weights, seed=seed, stopping_strategy="all_exhausted"
+            )
+    except (ValueError, TypeError) as error:
+        columns = "; ".join(f"{s.path}: {', '.join(p.column_names)}" for s, p in zip(wanted, parts, strict=True))
+        raise DataError(f"the data sources can't be put together ({error}). Their columns are: {columns}") from error
+    if max_samples is not None and len(merged) > max_samples:
+        merged = merged.select(range(max_samples))
+    return merged
+
+
+def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -> None:
+    """Check that the columns that flags name are there.
+
+    Args:
+        needed: flag name to column name; None = not asked for.
+
+    Raises:
+        DataError: names the flags, and the columns that the data has.
+    """
+    missing = {flag: column for flag, column in needed.items() if column is not None and column not in rows.column_names}
+    if missing:
+        told = ", ".join(f"--{flag} {column!r}" for flag, column in missing.items())
+        raise DataError(f"{source} has no column for {told}; its columns are: {', '.join(rows.column_names)}")
+
+
+def _probabilities(given: str | Sequence[float] | None, count: int) -> list[float] | None:
+    if given is None or given == "":
+        return None
+    try:
+        values = [float(v) for v in (given.split(",") if isinstance(given, str) else given)]
+    except ValueError as error:
+        raise DataError(f"sampling probabilities {given!r} are not numbers separated by commas") from error
+    if len(values) != count:
+        raise DataError(f"{len(values)} sampling probabilities were given for {count} data sources: {given!r}")
+    if min(values) < 0 or abs(sum(values) - 1.0) > 1e-6:
+        raise DataError(f"sampling probabilities must be >= 0 and sum to 1, got {given!r}")
+    return values
+
+
+def _load(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
+    path = Path(source.path).expanduser()
+    if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
+        raise DataError(f"{source.path!r} is a loading script, which the datasets library no longer runs; convert it")
+    if path.is_dir():
+        return _load_folder(source, path)
+    if source.is_file or path.is_file():
+        return _load_file(source, path)
+    if source.looks_local or source.path.count("/") > 1:
+        near = _neighbours(path)
+        raise DataError(f"data source {source.path!r} does not exist{near}")
+    return _load_remote(source, use_modelscope)
+
+
+def _neighbours(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f" (nor does the folder {str(parent)!r})"
+    names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))[:10]
+    return f"; {str(parent)!r} has: {', '.join(names) or 'nothing'}"
+
+
+def _load_file(source: Source, path: Path) -> Dataset | DatasetDict:
+    loader = _LOADERS.get(path.suffix)
+    if loader is None:
+        raise DataError(f"{source.path!r}: a data file must end in one of {', '.join(FILE_SUFFIXES)}")
+    if not path.is_file():
+        raise DataError(f"data source {source.path!r} does not exist{_neighbours(path)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"data source {source.path!r} is an empty file")
+    try:
+        return load_dataset(loader, data_files=str(path))
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        raise DataError(f"cannot read {source.path!r} as {loader}: {_reason(error)}") from error
+
+
+def _load_folder(source: Source, path: Path) -> Dataset | DatasetDict:
+    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    try:
+        if saved and source.data_dir is None:
+            return load_from_disk(str(path))
+        return load_dataset(str(path), data_dir=source.data_dir)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        files = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
+        raise DataError(f"cannot read the folder {source.path!r} ({_reason(error)}); it has: {files}") from error
+
+
+def _load_remote(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
+    if use_modelscope:
+        try:
+            from modelscope.msdatasets import MsDataset
+        except ImportError as error:
+            raise DataError("--use_ms needs the Python package 'modelscope', which is not installed") from error
+        namespace, _, name = source.path.partition("/")
+        return MsDataset.load(name or namespace, namespace=namespace if name else None).to_hf_dataset()
+    try:
+        return load_dataset(source.path, data_dir=source.data_dir)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"data source {source.path!r} is neither a file or folder here, nor a data set of the Hugging Face hub that "
+            f"can be reached ({_reason(error)})"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    inner = error.__cause__ or error
+    return f"{type(inner).__name__}: {next(iter(str(inner).strip().splitlines()), '')}"
+
+
+def _slice(rows: Any, split: str, source: str) -> Dataset:
+    match = _SPLIT.match(split.strip())
+    if match is None:
+        raise DataError(f"split {split!r} is not a name like train, or a slice like train[:5%]")
+    name = match["name"]
+    if isinstance(rows, DatasetDict):
+        if name not in rows:
+            raise DataError(f"{source!r} has no split {name!r}; it has: {', '.join(rows)}")
+        rows = rows[name]
+    if match["start"] is None:
+        return rows
+    start = _bound(match["start"], len(rows), 0)
+    stop = _bound(match["stop"], len(rows), len(rows))
+    return rows.select(range(start, max(start, stop)))
+
+
+def _bound(text: str, count: int, default: int) -> int:
+    if text in ("", "-", "%"):
+        return default
+    value = round(count * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+    return min(max(value + count if value < 0 else value, 0), count)

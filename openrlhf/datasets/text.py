@@ -1,0 +1,132 @@
+"""Text into token ids: special tokens once, chat templates, and where the assistant speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.datasets.sources import DataError
+
+Message = dict[str, Any]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text that starts a sequence: with BOS once, where the tokenizer uses one, and without EOS."""
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    bos = tokenizer.bos_token_id
+    if bos is not None and adds_bos(tokenizer) and (not ids or ids[0] != bos):
+        ids.insert(0, bos)
+    return ids
+
+
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer puts BOS before a text by itself."""
+    known = tokenizer.__dict__.get("_openrlhf_adds_bos")
+    if known is None:
+        probe = tokenizer("a", add_special_tokens=True)["input_ids"]
+        known = bool(probe) and probe[0] == tokenizer.bos_token_id
+        tokenizer.__dict__["_openrlhf_adds_bos"] = known
+    return known
+
+
+def apply_template(template: str | None, text: str) -> str:
+    """Put a prompt into ``--input_template`` (a format string with one ``{}``)."""
+    return template.format(text) if template else text
+
+
+def as_messages(value: Any, role: str, where: str) -> list[Message]:
+    """A string as one message of ``role``; a list of messages as it is.
+
+    Raises:
+        DataError: neither, or a message without role or content.
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{where}: expected a text or a list of messages, got {type(value).__name__}")
+    messages = []
+    for position, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+            raise DataError(f"{where}: message {position} needs the keys role and content, got {message!r}")
+        # columns of structs come with None for keys that other rows have
+        messages.append({key: item for key, item in message.items() if item is not None})
+    return messages
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: bool, where: str) -> str:
+    """A conversation as text.
+
+    Args:
+        prompt: end with the head of an assistant turn.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        raise DataError("the tokenizer has no chat template; leave --apply_chat_template out or give one")
+    from jinja2.exceptions import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+    except (TemplateError, TypeError, KeyError) as error:
+        raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
+    return str(text)
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, value: Any, where: str) -> str:
+    """The text an assistant answers, from a user's text or a list of messages."""
+    return render(tokenizer, as_messages(value, "user", where), True, where)
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text that a chat template made: the template has put every special token in."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def encode_spans(
+    tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
+) -> tuple[list[int], list[bool]]:
+    """Ids of a rendered text, and which of them lie in the character spans (ascending, disjoint)."""
+    if tokenizer.is_fast:
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        starts = [start for start, _ in encoded["offset_mapping"]]
+        return list(encoded["input_ids"]), [any(a <= start < b for a, b in spans) for start in starts]
+    ids: list[int] = []
+    mask: list[bool] = []
+    position = 0
+    for a, b in [*spans, (len(text), len(text))]:
+        for part, inside in ((text[position:a], False), (text[a:b], True)):
+            piece = encode_rendered(tokenizer, part) if part else []
+            ids += piece
+            mask += [inside] * len(piece)
+        position = b
+    return ids, mask
+
+
+def assistant_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turns: Sequence[int], where: str
+) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as text, and the character span of each wanted assistant turn, its end token included.
+
+    Args:
+        turns: positions of the wanted messages, ascending. The text ends with the last of them.
+
+    Raises:
+        DataError: the template changes what is before a turn when the turn is added, so its place is unknown.
+    """
+    last = turns[-1]
+    full = render(tokenizer, messages[: last + 1], False, where)
+    spans = []
+    for turn in turns:
+        head = render(tokenizer, messages[:turn], True, where)
+        upto = full if turn == last else render(tokenizer, messages[: turn + 1], False, where)
+        if not (full.startswith(head) and full.startswith(upto.rstrip("\n"))):
+            raise DataError(
+                f"{where}: the chat template rewrites earlier turns, so the place of assistant message {turn} can't be "
+                "told; train on the last turn only (without --multiturn) or use another template"
+            )
+        # templates write a newline after the end token, which the model never has to produce
+        spans.append((len(head), len(upto.rstrip("\n"))))
+    return full[: spans[-1][1]], spans

@@ -1,0 +1,69 @@
+"""Checkpoints of the trainers without Ray (SFT, reward model, DPO): one model, one position in the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config import CheckpointOptions
+from openrlhf.datasets.order import ResumableOrder
+from openrlhf.utils.logging import get_logger
+from openrlhf.workers.checkpoint_files import LATEST, LATEST_UNIVERSAL, latest_tag
+from openrlhf.workers.deepspeed_engine import TrainEngine
+
+logger = get_logger(__name__)
+
+
+class Checkpoints:
+    """Saves and restores a run. All ranks call every method.
+
+    Args:
+        cfg: checkpoint flags.
+        engine: the trained model.
+        tokenizer: saved beside each Hugging Face copy.
+        order: the position in the data.
+    """
+
+    def __init__(
+        self, cfg: CheckpointOptions, engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, order: ResumableOrder
+    ) -> None:
+        self._cfg = cfg
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._order = order
+        self.root = Path(cfg.ckpt_path)
+
+    def resume(self) -> dict[str, Any] | None:
+        """With ``--load_checkpoint``, restore the newest checkpoint; None when there is none, or it isn't asked for.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or does not fit this run.
+            ValueError: the data is not the same.
+        """
+        if not self._cfg.load_checkpoint:
+            return None
+        universal = bool(getattr(self._cfg, "use_ds_universal_ckpt", False))
+        tag = latest_tag(self.root, LATEST_UNIVERSAL if universal else LATEST)
+        if tag is None:
+            logger.warning("--load_checkpoint: there is no checkpoint in %s, starting from the beginning", self.root)
+            return None
+        state = self._engine.load_checkpoint(self.root, tag)
+        self._order.load_state_dict(state["order"])
+        logger.info("resumed from %s: %d rows consumed", self.root / tag, self._order.consumed)
+        return state
+
+    def save(self, step: int, extra: dict[str, Any] | None = None, hf_config: dict[str, Any] | None = None) -> None:
+        """Write ``global_step<N>``, and ``global_step<N>_hf`` before it with ``--save_hf_ckpt``."""
+        tag = f"global_step{step}"
+        if self._cfg.save_hf_ckpt:
+            self._engine.save_hf(self.root / f"{tag}_hf", self._tokenizer, hf_config)
+        if self._cfg.disable_ds_ckpt:
+            return
+        state = {"consumed_samples": self._order.consumed, "order": self._order.state_dict(), **(extra or {})}
+        self._engine.save_checkpoint(self.root, tag, state, self._cfg.max_ckpt_num, self._cfg.max_ckpt_mem)
+
+    def save_final(self, hf_config: dict[str, Any] | None = None) -> None:
+        """Write the model and its tokenizer to ``save_path``."""
+        self._engine.save_hf(self._cfg.save_path, self._tokenizer, hf_config)

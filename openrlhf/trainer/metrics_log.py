@@ -1,0 +1,148 @@
+"""Where metrics go: always a JSON-lines file, and TensorBoard and Weights & Biases when asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config import LoggingOptions
+from openrlhf.config.flag import flag_specs
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+KINDS = ("train", "eval")
+_WANDB_START_SECONDS = 60
+
+
+class MetricsLogger:
+    """Logs numbers by step. Only one process of a run makes one.
+
+    Args:
+        cfg: logging flags; ``wandb_run_name`` also names TensorBoard's sub-folder.
+        run_dir: folder of ``metrics.jsonl``.
+    """
+
+    def __init__(self, cfg: LoggingOptions, run_dir: str | Path) -> None:
+        self._every = max(1, cfg.logging_steps)
+        self._run_name = cfg.wandb_run_name or time.strftime("run_%m%dT%H:%M")
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        # line buffering: a killed run has every line of the steps it finished
+        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)
+        self._tensorboard = _open_tensorboard(cfg, self._run_name)
+        self._wandb = _open_wandb(cfg, self._run_name, folder)
+        self._samples: list[list[Any]] = []
+
+    def log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of a step.
+
+        Every call is a line of the file; TensorBoard and W&B get evaluations, and every
+        ``logging_steps``-th step of training, under ``<kind>/<name>``.
+
+        Args:
+            kind: ``train`` or ``eval``.
+            step: global step.
+            metrics: finite or not; JSON has null for what is not.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        values = {name: float(value) for name, value in metrics.items()}
+        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}) + "\n")
+        if kind == "train" and step % self._every:
+            return
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if self._wandb is not None:
+            named = {f"{kind}/{name}": value for name, value in values.items()}
+            self._send({**named, f"{kind}/global_step": step})
+
+    def log_text(self, step: int, text: str, reward: float) -> None:
+        """Log a generated sample: a row of the W&B table ``train/generated_samples``, text in TensorBoard."""
+        if self._tensorboard is not None:
+            self._tensorboard.add_text("train/generated_samples", f"{text}\n\nreward: {reward:.4g}", step)
+        if self._wandb is not None:
+            import wandb
+
+            self._samples.append([step, text, reward])
+            # a logged table can't be extended, so each is made anew from all rows
+            table = wandb.Table(columns=["global_step", "text", "reward"], data=list(self._samples))
+            self._send({"train/generated_samples": table, "train/global_step": step})
+
+    def _send(self, values: dict[str, Any]) -> None:
+        import wandb
+
+        try:
+            self._wandb.log(values)
+        except (wandb.Error, OSError) as error:
+            logger.warning("W&B does not take metrics any more (%s); the run goes on without it", error)
+            self._wandb = None
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def public_config(cfg: Any) -> dict[str, Any]:
+    """A configuration as a plain dict, without what must not be shown."""
+    specs = flag_specs(type(cfg))
+    return {
+        field.name: getattr(cfg, field.name)
+        for field in dataclasses.fields(cfg)
+        if not (field.name in specs and specs[field.name].info.secret)
+    }
+
+
+def _open_tensorboard(cfg: LoggingOptions, run_name: str) -> Any:
+    if not cfg.use_tensorboard:
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise RuntimeError("--use_tensorboard needs the Python package 'tensorboard', which is not installed") from error
+    return SummaryWriter(log_dir=os.path.join(cfg.use_tensorboard, run_name))
+
+
+def _open_wandb(cfg: LoggingOptions, run_name: str, folder: Path) -> Any:
+    """A W&B run; None when it is not asked for, or can't be started in a minute (which is said)."""
+    if not cfg.use_wandb:
+        return None
+    try:
+        import wandb
+    except ImportError as error:
+        raise RuntimeError("--use_wandb needs the Python package 'wandb', which is not installed") from error
+    offline = os.environ.get("WANDB_MODE", "") in ("offline", "disabled", "dryrun")
+    try:
+        if not offline and not wandb.api.api_key:
+            wandb.login(key=cfg.use_wandb, timeout=_WANDB_START_SECONDS)
+        run = wandb.init(
+            entity=cfg.wandb_org,
+            project=cfg.wandb_project,
+            group=cfg.wandb_group,
+            name=run_name,
+            dir=str(folder),
+            config=public_config(cfg),
+            reinit="finish_previous",
+            settings=wandb.Settings(init_timeout=_WANDB_START_SECONDS, console="off"),
+        )
+    except (wandb.Error, ValueError, OSError, TimeoutError) as error:
+        reason = str(error).replace(cfg.use_wandb, "***")
+        logger.warning("W&B could not be started (%s); the run goes on without it", reason)
+        return None
+    for kind in KINDS:
+        run.define_metric(f"{kind}/global_step")
+        run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step", step_sync=True)
+    return run

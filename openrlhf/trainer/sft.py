@@ -1,0 +1,156 @@
+"""Supervised fine-tuning, and continued pre-training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algorithms.losses import cross_entropy_sum
+from openrlhf.algorithms.metrics import STEP, TOKEN, MetricSum
+from openrlhf.batching import MicroBatch, pack, plan_micro_batches
+from openrlhf.config import SFTConfig
+from openrlhf.datasets.sft import SFTDataset, SFTFormat, build_sft_dataset, check_sft_columns
+from openrlhf.datasets.sources import load_rows
+from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
+from openrlhf.models.logprobs import PolicyModel
+from openrlhf.trainer.supervised import (
+    SupervisedTrainer,
+    optimizer_specs,
+    reduce_metrics,
+    run_command,
+    total_steps,
+)
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.distributed import World
+
+# Rows planned at a time in an evaluation; a plan over all of them would take long to make.
+_EVAL_BLOCK = 1024
+# As in the flag's description: weights below this switch the router loss off.
+_AUX_LOSS_MIN = 1e-8
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Minimises the mean negative log-likelihood of the supervised tokens of each batch."""
+
+    def __init__(
+        self,
+        cfg: SFTConfig,
+        world: World,
+        engine: TrainEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        data: SFTDataset,
+        eval_data: SFTDataset | None,
+        steps: int,
+    ) -> None:
+        super().__init__(cfg, world, engine, tokenizer, len(data), eval_data is not None, steps)
+        self.data = data
+        self.eval_data = eval_data
+        self._packing = cfg.packing_samples
+        self._micro_batch_size = cfg.micro_train_batch_size
+        self._max_tokens = cfg.micro_train_batch_size * cfg.max_len
+        self._aux_coef = cfg.aux_loss_coef if cfg.aux_loss_coef > _AUX_LOSS_MIN else 0.0
+        self._loss_mean = MetricSum()
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """Metrics shown in the line of each step."""
+        return ("gpt_loss", "lr", "grad_norm")
+
+    def _micro_batches(self, data: SFTDataset, rows: list[int]) -> Iterator[MicroBatch]:
+        """This rank's share of some rows, on its device; as many on every rank."""
+        lengths = [int(data.lengths[row]) for row in rows]
+        limits = {"max_tokens": self._max_tokens} if self._packing else {"micro_batch_size": self._micro_batch_size}
+        plan = plan_micro_batches(lengths, self.engine.data_parallel_size, **limits)
+        for members in plan.ranks[self.world.rank]:
+            parts = data.fetch([rows[i] for i in members])
+            batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
+            if not parts:
+                batch = batch.with_columns(mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
+            yield batch.to(self.engine.device)
+
+    def train_step(self, rows: list[int]) -> MetricSum:
+        """One optimizer step; the loss does not depend on ranks, micro-batches or packing."""
+        targets = int(self.data.num_targets[rows].sum())
+        tokens = int(self.data.lengths[rows].sum())
+        metrics = MetricSum()
+        batches = list(self._micro_batches(self.data, rows))
+        for index, batch in enumerate(batches):
+            outputs = self.engine(batch)
+            mask = batch.columns["mask"]
+            total = cross_entropy_sum(outputs.logprobs, mask)
+            loss = total / targets
+            metrics.add("gpt_loss", total, mask.sum(), TOKEN)
+            if outputs.aux_loss is not None:
+                share = 0.0 if batch.is_dummy else batch.num_tokens / tokens
+                loss = loss + self._aux_coef * share * outputs.aux_loss
+                metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
+            self.engine.backward(loss, last=index == len(batches) - 1)
+        stats = self.engine.step()
+        metrics.add("grad_norm", stats.grad_norm, 1.0, STEP)
+        metrics.set_latest("lr", stats.lr)
+        return self._with_running_mean(metrics)
+
+    def _with_running_mean(self, metrics: MetricSum) -> MetricSum:
+        """Add ``loss_mean``: gpt_loss over the steps since the metrics were last sent, each token once."""
+        step = metrics.to_numbers()
+        self._loss_mean = self._loss_mean.merge(MetricSum({"loss_mean": step["gpt_loss"]}))
+        step = step.merge(self._loss_mean)
+        if self.engine.step_count % max(1, self.cfg.logging_steps) == 0:
+            self._loss_mean = MetricSum()
+        return step
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval gpt_loss``: mean over all supervised tokens of the evaluation data."""
+        assert self.eval_data is not None
+        metrics = MetricSum()
+        with torch.no_grad():
+            for start in range(0, len(self.eval_data), _EVAL_BLOCK):
+                rows = list(range(start, min(start + _EVAL_BLOCK, len(self.eval_data))))
+                for batch in self._micro_batches(self.eval_data, rows):
+                    mask = batch.columns["mask"]
+                    total = cross_entropy_sum(self.engine(batch).logprobs, mask)
+                    metrics.add("eval gpt_loss", total, mask.sum(), TOKEN)
+        return reduce_metrics(metrics)
+
+
+def _read_data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SFTDataset, SFTDataset | None]:
+    assert cfg.dataset is not None
+    rows = load_rows(
+        cfg.dataset,
+        split=cfg.dataset_split,
+        probabilities=cfg.dataset_probs,
+        max_samples=cfg.max_samples,
+        seed=cfg.seed,
+        use_modelscope=cfg.use_ms,
+    )
+    style = SFTFormat.from_config(cfg)
+    check_sft_columns(rows, style, cfg.dataset)
+    evaluation = None
+    if cfg.eval_dataset:
+        eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
+        check_sft_columns(eval_rows, style, cfg.eval_dataset)
+        evaluation = build_sft_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
+    return build_sft_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
+
+
+def train(cfg: SFTConfig, world: World) -> None:
+    """Everything between the parsed flags and the saved model, on one rank."""
+    assert cfg.pretrain is not None
+    check_model_folder(cfg.pretrain)
+    tokenizer = load_tokenizer(
+        cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
+    )
+    data, eval_data = _read_data(cfg, tokenizer)
+    steps = total_steps(cfg, len(data), world)
+    optimizer, scheduler = optimizer_specs(cfg, steps)
+    model = load_causal_lm(cfg.pretrain, cfg)
+    policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > _AUX_LOSS_MIN)
+    engine = TrainEngine(policy, cfg, optimizer, scheduler)
+    SFTTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()
+
+
+def run(cfg: SFTConfig) -> int:
+    """Train; returns the exit status."""
+    return run_command(cfg, train)

@@ -1,0 +1,204 @@
+"""The loop that SFT, reward-model and DPO training share: steps, metrics, evaluation, checkpoints, resume."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
+
+from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.config import SupervisedOptions
+from openrlhf.config.derive import derive
+from openrlhf.datasets.order import ResumableOrder
+from openrlhf.datasets.sources import DataError
+from openrlhf.models.attention import PackingError
+from openrlhf.models.loading import ModelLoadError
+from openrlhf.trainer.checkpoint import Checkpoints
+from openrlhf.trainer.console import Console
+from openrlhf.trainer.metrics_log import MetricsLogger
+from openrlhf.utils.logging import get_logger
+from openrlhf.workers.checkpoint_files import CheckpointError
+from openrlhf.workers.deepspeed_engine import NonFiniteError, OptimizerSpec, SchedulerSpec, TrainEngine
+from openrlhf.workers.distributed import DistributedError, World, init_distributed, shutdown
+
+logger = get_logger(__name__)
+
+EXPLAINED = (
+    CheckpointError,
+    DataError,
+    DistributedError,
+    ModelLoadError,
+    NonFiniteError,
+    PackingError,
+)
+"""Failures whose message says what to do; anything else ends with a traceback."""
+
+
+def run_command(cfg: SupervisedOptions, train: Callable[[Any, World], None]) -> int:
+    """Join the process group, train, and turn explained failures into exit status 1.
+
+    A rank that fails ends at once, without waiting for the others; their launcher ends them.
+    """
+    try:
+        world = init_distributed(cfg.local_rank)
+        if cfg.full_determinism:
+            enable_full_determinism(cfg.seed)
+        else:
+            set_seed(cfg.seed)
+        train(cfg, world)
+    except EXPLAINED as error:
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        return 1
+    shutdown()
+    return 0
+
+
+def total_steps(cfg: SupervisedOptions, num_rows: int, world: World) -> int:
+    """Optimizer steps of a run.
+
+    Raises:
+        DataError: not even one batch can be filled.
+    """
+    steps = derive(cfg, num_rows, world.size).total_steps
+    if not steps:
+        raise DataError(
+            f"{num_rows} usable row(s) in {cfg.max_epochs} epoch(s) do not fill one batch of --train_batch_size "
+            f"{cfg.train_batch_size}; lower it to at most {num_rows * cfg.max_epochs}, or give more data"
+        )
+    return steps
+
+
+def optimizer_specs(cfg: SupervisedOptions, steps: int) -> tuple[OptimizerSpec, SchedulerSpec]:
+    """AdamW and its schedule, as the flags say."""
+    return (
+        OptimizerSpec(cfg.learning_rate, cfg.adam_betas, cfg.adam_eps, cfg.l2),
+        SchedulerSpec(cfg.lr_scheduler, steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
+    )
+
+
+def reduce_metrics(metrics: MetricSum) -> dict[str, float]:
+    """Merge the parts of all ranks; every rank gets the values."""
+    parts: list[Any] = [metrics.to_numbers()]
+    if dist.get_world_size() > 1:
+        own, parts = parts[0], [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+    return MetricSum.merged(parts).values()
+
+
+class SupervisedTrainer(ABC):
+    """Trains on rows in a resumable order; batches run on across the end of an epoch.
+
+    Args:
+        cfg: flags of the command.
+        world: place of this process.
+        engine: the trained model.
+        tokenizer: saved with it.
+        num_rows: usable training rows.
+        has_eval: whether there is something to evaluate on.
+        steps: optimizer steps of the whole run.
+    """
+
+    def __init__(
+        self,
+        cfg: SupervisedOptions,
+        world: World,
+        engine: TrainEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        num_rows: int,
+        has_eval: bool,
+        steps: int,
+    ) -> None:
+        self.cfg = cfg
+        self.world = world
+        self.engine = engine
+        self.has_eval = has_eval
+        self.steps = steps
+        self.order = ResumableOrder(num_rows, cfg.seed)
+        self.checkpoints = Checkpoints(cfg, engine, tokenizer, self.order)
+        self.console = Console() if world.is_first else None
+        self.logger: MetricsLogger | None = None
+
+    @abstractmethod
+    def train_step(self, rows: list[int]) -> MetricSum:
+        """One optimizer step on the given rows of the data; this rank's part of the metrics."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metrics over the whole evaluation data, the same on every rank."""
+
+    def hf_config(self) -> dict[str, Any] | None:
+        """Entries of config.json to set when the model is saved."""
+        return None
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """Metrics shown in the line of each step."""
+        return ("loss", "lr", "grad_norm")
+
+    def fit(self) -> None:
+        """Train to the end (from a checkpoint, if there is one), and save the model.
+
+        Raises:
+            one of :data:`EXPLAINED`.
+        """
+        self.checkpoints.resume()
+        step = self.engine.step_count
+        if self.world.is_first:
+            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder))  # type: ignore[arg-type]
+        try:
+            if step >= self.steps:
+                logger.warning("the checkpoint is at step %d of %d: nothing is left to train", step, self.steps)
+            while step < self.steps:
+                step += 1
+                self._step(step)
+        finally:
+            if self.logger is not None:
+                self.logger.close()
+        self.checkpoints.save_final(self.hf_config())
+        if self.console is not None:
+            self.console.say(f"done: the model is in {self.cfg.save_path}")
+
+    def _step(self, step: int) -> None:
+        epoch = self.order.epoch
+        if self.console is not None:
+            self.console.new_step()
+            with self.console.phase("train"):
+                metrics = self._train(step)
+            if step % max(1, self.cfg.logging_steps) == 0 or step == self.steps:
+                shown = {name: metrics[name] for name in self.headline if name in metrics}
+                self.console.step_line(step, self.steps, shown)
+        else:
+            self._train(step)
+        if self.has_eval and self._evaluates(step, epoch):
+            self._evaluate(step)
+        if self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0:
+            self.checkpoints.save(step, hf_config=self.hf_config())
+
+    def _train(self, step: int) -> dict[str, float]:
+        self.engine.train()
+        rows = self.order.take(self.cfg.train_batch_size)
+        metrics = reduce_metrics(self.train_step(rows))
+        metrics["epoch"] = self.order.consumed / self.order.num_rows
+        if self.logger is not None:
+            self.logger.log("train", step, metrics)
+        return metrics
+
+    def _evaluates(self, step: int, epoch_before: int) -> bool:
+        if step == self.steps:
+            return True
+        if self.cfg.eval_steps > 0:
+            return step % self.cfg.eval_steps == 0
+        return self.order.epoch > epoch_before
+
+    def _evaluate(self, step: int) -> None:
+        self.engine.eval()
+        metrics = self.evaluate()
+        if self.logger is not None:
+            self.logger.log("eval", step, metrics)
+        if self.console is not None:
+            self.console.say("eval  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
