@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from openrlhf.rollout.errors import AgentError
 from openrlhf.rollout.rewards import RewardClient, RewardRequest, make_reward_source
 from openrlhf.rollout.rewards.base import as_list, as_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
+from openrlhf.rollout.usercode import run_in_thread
 
 _STEP_KEYS = (
     'Return {"rewards": number, "environment_feedback": text, "done": bool} and, if wanted, "scores", '
@@ -156,7 +157,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "label": label,
                 "sampling_params": sampling_params,
             }
-            result = _checked_step(await _maybe_await(agent.step(state)), where)
+            result = _checked_step(await _call(agent.step, state), where)
             done = _take_step(episode, result, action_text, max_length, hf_tokenizer, where)
             sampling_params = result.get("sampling_params") or sampling_params
         return {
@@ -183,7 +184,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return instance
 
     async def _first_observation(self, agent: AgentInstanceBase, prompt: str, label: Any, where: str) -> str:
-        states = await _maybe_await(agent.reset({"observation": prompt, "label": label}))
+        states = await _call(agent.reset, {"observation": prompt, "label": label})
         if not isinstance(states, Mapping) or not isinstance(states.get("observation"), str):
             got = f"a dict with {sorted(map(str, states))}" if isinstance(states, Mapping) else type(states).__name__
             raise AgentError(f'{where}.reset() returned {got}; return a dict with "observation": text')
@@ -307,6 +308,9 @@ def _take_step(
     return bool(as_list(result["done"])[0])
 
 
-async def _maybe_await(value: Any) -> Any:
-    """Lets `reset` and `step` be plain functions, too."""
+async def _call(method: Callable[[dict[str, Any]], Any], argument: dict[str, Any]) -> Any:
+    """Calls `reset` or `step`; a plain function runs in a thread, so that it can't hold up other episodes."""
+    if inspect.iscoroutinefunction(method):
+        return await method(argument)
+    value = await run_in_thread(method, argument)
     return await value if inspect.isawaitable(value) else value

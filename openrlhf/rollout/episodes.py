@@ -152,17 +152,14 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
         AgentError: agent code failed and `on_agent_failure` is "raise".
         RewardError: no reward could be had and the reward client's policy is "stop".
     """
-    fitted = item.token_ids
     too_long = len(item.token_ids) > spec.longest_prompt
-    if not item.token_ids:
+    if len(item.token_ids) == 0:
         raise RolloutError(f"prompt {item.prompt_id} has no tokens; drop empty prompts from the data")
     if too_long and spec.on_long_prompt == "drop":
         message = f"prompt {item.prompt_id} has {len(item.token_ids)} tokens, the limit is {spec.longest_prompt}"
         failures = tuple(EpisodeFailure(item.prompt_id, index, "long_prompt", message) for index in range(n))
         return Group(item, (), failures)
-    if too_long:
-        fitted = item.token_ids[-spec.longest_prompt :]
-    fitted_item = replace(item, token_ids=list(fitted))
+    fitted_item = replace(item, token_ids=list(item.token_ids[-spec.longest_prompt :]))
     tasks = [asyncio.ensure_future(_guarded_episode(fitted_item, index, engine, spec)) for index in range(n)]
     try:
         outcomes = await asyncio.gather(*tasks)
@@ -186,21 +183,21 @@ async def _guarded_episode(
     item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
 ) -> Trajectory | EpisodeFailure:
     """Runs one episode within its time limit and applies the failure policy."""
-    name = sample_name(item, index)
     started = time.monotonic()
     run = _single_turn_episode if spec.executor is None else _agent_episode
+    strict = spec.on_agent_failure == "raise"
     try:
         return await within(run(item, index, engine, spec), spec.episode_timeout)
     except DeadlinePassed as error:
         what = "the episode" if spec.executor is None else f"agent {type(spec.executor).__name__}"
-        message = f"{name}: {what} did not end within {spec.episode_timeout:g} s"
-        failure, kind, cause = EpisodeTimeout(message), "timeout", error
-        if spec.on_agent_failure == "raise" or spec.executor is None:
-            raise failure from cause
+        message = f"{sample_name(item, index)}: {what} did not end within {spec.episode_timeout:g} s"
+        kind = "timeout"
+        if strict or spec.executor is None:
+            raise EpisodeTimeout(message) from error
     except AgentError as error:
-        if spec.on_agent_failure == "raise":
-            raise
         message, kind = str(error), "agent"
+        if strict:
+            raise
     logger.warning("sample lost after %.1f s: %s", time.monotonic() - started, message)
     return EpisodeFailure(item.prompt_id, index, kind, message)
 

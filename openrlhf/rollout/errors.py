@@ -18,7 +18,7 @@ class AgentError(RolloutError):
     """The user's agent code failed or broke its contract (file, line and sample are in the message)."""
 
 
-class EpisodeTimeout(AgentError):
+class EpisodeTimeout(RolloutError):
     """One episode did not end within its time limit."""
 
 
