@@ -46,8 +46,8 @@ def make_tiny_model(
     seed: int = 0,
     hidden: int = 64,
     layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
     tie: bool = False,
     **config: object,
 ) -> str:

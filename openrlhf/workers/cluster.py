@@ -18,7 +18,10 @@ FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HF_HUB_OFFLINE",
 
 
 def connect() -> None:
-    """Connect to the cluster of ``RAY_ADDRESS``, else to one that runs on this machine, else start one."""
+    """Connect to the cluster of ``RAY_ADDRESS``, else to one that runs on this machine, else start one.
+
+    ``RAY_ADDRESS=local`` always starts one.
+    """
     if ray.is_initialized():
         return
     environment = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"}
@@ -28,12 +31,15 @@ def connect() -> None:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-    try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), **options)
-    except ConnectionError:
-        if "RAY_ADDRESS" in os.environ:
-            raise
-        ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "local":
+        try:
+            ray.init(address=address, **options)
+            return
+        except ConnectionError:
+            if address != "auto":
+                raise
+    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
 
 
 def disconnect() -> None:

@@ -1,0 +1,121 @@
+"""Which roles share devices, for the layouts that users ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.config import PPOConfig
+from openrlhf.workers.placement import PlacementError, check_fits, plan_placement, roles_of
+
+
+def config(**flags: object) -> PPOConfig:
+    values: dict[str, object] = {
+        "actor_num_gpus_per_node": 4,
+        "critic_num_gpus_per_node": 4,
+        "ref_num_gpus_per_node": 4,
+        "reward_num_gpus_per_node": 4,
+        "vllm_num_engines": 2,
+        "vllm_tensor_parallel_size": 2,
+        "advantage_estimator": "gae",
+        "reward_pretrain": "some/reward",
+    }
+    return PPOConfig(**(values | flags))
+
+
+def test_hybrid_engine_puts_everything_on_the_actors_gpus() -> None:
+    plan = plan_placement(config(colocate_all_models=True), "GPU")
+    assert [group.name for group in plan.groups] == ["actor+ref+critic+reward+engine"]
+    (group,) = plan.groups
+    assert plan.devices == group.devices == 4
+    assert group.share == 0.2
+    assert list(group.bundles_of("engine", 1)) == [2, 3]
+    assert list(group.bundles_of("actor", 3)) == [3]
+    assert plan.process_resources(group) == {"GPU": 0.2, "CPU": 0.2}
+
+
+def test_async_keeps_the_engines_apart() -> None:
+    plan = plan_placement(config(colocate_all_models=True, async_train=True), "GPU")
+    assert [group.name for group in plan.groups] == ["actor+ref+critic+reward", "engine"]
+    assert plan.devices == 8
+
+
+def test_pairs_share_and_engines_have_their_own() -> None:
+    plan = plan_placement(config(colocate_actor_ref=True, colocate_critic_reward=True), "GPU")
+    assert [group.name for group in plan.groups] == ["actor+ref", "critic+reward", "engine"]
+    assert [group.share for group in plan.groups] == [0.5, 0.5, 1.0]
+
+
+def test_nothing_shared() -> None:
+    plan = plan_placement(config(), "GPU")
+    assert [group.name for group in plan.groups] == ["actor", "ref", "critic", "reward", "engine"]
+    assert plan.devices == 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "absent"),
+    [
+        ({"init_kl_coef": 0.0}, "ref"),
+        ({"advantage_estimator": "rloo"}, "critic"),
+        ({"remote_rm_url": "reward.py"}, "reward"),
+        ({"agent_func_path": "agent.py"}, "reward"),
+        ({"reward_pretrain": None}, "reward"),
+    ],
+)
+def test_roles_that_are_not_needed_are_not_placed(flags: dict[str, object], absent: str) -> None:
+    assert absent not in roles_of(config(**flags))
+    assert absent not in plan_placement(config(colocate_critic_reward=True, **flags), "GPU").role_names
+
+
+def test_shares_of_three_fit_into_one_device() -> None:
+    plan = plan_placement(config(colocate_all_models=True, advantage_estimator="rloo", remote_rm_url="r.py"), "GPU")
+    (group,) = plan.groups
+    assert len(group.roles) == 3
+    assert group.share == 0.33
+
+
+def test_different_sizes_cannot_share() -> None:
+    with pytest.raises(PlacementError, match=r"actor 4, ref 2.*--\*_num_gpus_per_node"):
+        plan_placement(config(colocate_actor_ref=True, ref_num_gpus_per_node=2), "GPU")
+
+
+def test_unknown_role_names_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="critic"):
+        plan_placement(config(), "GPU").group_of("judge")
+
+
+def test_a_plan_that_fits() -> None:
+    check_fits(plan_placement(config(colocate_all_models=True), "GPU"), [{"GPU": 4.0, "CPU": 32.0}])
+    small = config(
+        actor_num_gpus_per_node=2, vllm_tensor_parallel_size=1, init_kl_coef=0.0, advantage_estimator="rloo",
+        remote_rm_url="r.py",
+    )  # fmt: skip
+    check_fits(plan_placement(small, "CPU"), [{"CPU": 2.0}])
+
+
+def test_too_few_devices_says_what_was_asked_and_what_there_is() -> None:
+    with pytest.raises(PlacementError) as error:
+        check_fits(plan_placement(config(), "GPU"), [{"GPU": 8.0, "CPU": 64.0}, {"GPU": 4.0, "CPU": 64.0}])
+    text = str(error.value)
+    assert "needs 20 devices in all and the cluster has 12" in text
+    assert "engine 2x2" in text and "node 1: GPU 4, CPU 64 = 4 devices" in text
+    assert "--colocate_all_models" in text
+
+
+def test_cores_limit_gpu_bundles_too() -> None:
+    with pytest.raises(PlacementError, match="the cluster has 2"):
+        check_fits(plan_placement(config(colocate_all_models=True), "GPU"), [{"GPU": 8.0, "CPU": 2.0}])
+
+
+def test_an_engine_does_not_stretch_over_nodes() -> None:
+    wide = config(
+        colocate_all_models=True, actor_num_gpus_per_node=2, actor_num_nodes=2, critic_num_gpus_per_node=2,
+        critic_num_nodes=2, ref_num_gpus_per_node=2, ref_num_nodes=2, reward_num_gpus_per_node=2, reward_num_nodes=2,
+        vllm_num_engines=1, vllm_tensor_parallel_size=4,
+    )  # fmt: skip
+    with pytest.raises(PlacementError, match="one engine process needs 4 devices of one node and the largest node has 2"):
+        check_fits(plan_placement(wide, "GPU"), [{"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0}])
+
+
+def test_no_nodes_at_all() -> None:
+    with pytest.raises(PlacementError, match="no nodes"):
+        check_fits(plan_placement(config(), "GPU"), [])
