@@ -11,6 +11,7 @@ from openrlhf.rollout.errors import AgentError, EngineError, describe_exception
 from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import continuation_text
+from openrlhf.rollout.trajectory import FINISH_REASONS
 
 
 @dataclass
@@ -61,6 +62,8 @@ def to_sampling(params: Any) -> SamplingParams:
         return params
     names = SamplingParams.names()
     given = _option_values(params)
+    if given.pop("n", 1) not in (1, None):
+        raise AgentError("sampling_params.n must be 1; call llm_engine.generate() once for each continuation")
     values = {name: given[name] for name in names if name in given}
     stop = values.get("stop") or ()
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -253,9 +256,11 @@ def check_result(result: GenerationResult, sampling: SamplingParams, name: str) 
     """Checks that an engine kept its contract.
 
     Raises:
-        EngineError: no tokens, log-probabilities missing or of another length, or versions of another length.
+        EngineError: the request failed, no tokens, log-probabilities missing or of another length, or versions of another length.
     """
     count = len(result.token_ids)
+    if result.finish_reason not in FINISH_REASONS:
+        raise EngineError(f"{name}: the engine ended with finish_reason {result.finish_reason!r}")
     if count == 0:
         raise EngineError(f"{name}: the engine returned no tokens (finish_reason {result.finish_reason!r})")
     if sampling.logprobs and result.logprobs is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, check_result
 from openrlhf.rollout.agent_output import trajectory_from_agent_output
@@ -26,7 +28,13 @@ from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, Sampli
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult
 from openrlhf.rollout.rewards.client import RewardClient
 from openrlhf.rollout.seeding import derive_seed
-from openrlhf.rollout.text import continuation_text, end_of_sequence_ids, response_end, reward_text
+from openrlhf.rollout.text import (
+    ResponseEnd,
+    continuation_text,
+    end_of_sequence_ids,
+    response_end,
+    reward_text,
+)
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, within
 
@@ -112,10 +120,14 @@ class EpisodeSpec:
         room = self.max_length - (self.sampling.max_tokens or 1)
         return room if self.prompt_limit is None else min(self.prompt_limit, self.max_length - 1)
 
-    @property
+    @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """Ids that end a sequence."""
         return end_of_sequence_ids(self.tokenizer, self.eos_token_ids)
+
+    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Ids that end a response."""
+        return self.eos_ids.union(sampling.stop_token_ids)
 
 
 @dataclass(frozen=True)
@@ -205,10 +217,10 @@ async def _guarded_episode(
 def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:
     seed = derive_seed(spec.seed, item.epoch, item.prompt_id, index) if spec.seed_samples else spec.sampling.seed
     # The engine may know fewer end-of-sequence ids than the model has.
-    own = spec.tokenizer.eos_token_id
     stops = spec.sampling.stop_token_ids
-    if not spec.sampling.ignore_eos:
-        stops = tuple(dict.fromkeys((*stops, *sorted(spec.eos_ids - {own}))))
+    if not spec.sampling.ignore_eos and len(spec.eos_ids) > 1:
+        others = spec.eos_ids - {spec.tokenizer.eos_token_id}
+        stops = tuple(dict.fromkeys((*stops, *sorted(others))))
     return replace(spec.sampling, seed=seed, stop_token_ids=stops)
 
 
@@ -230,69 +242,72 @@ async def _single_turn_episode(
         raise EngineError(f"{name}: the generation engine failed: {describe_exception(error)}") from error
     check_result(result, sampling, name)
     generated = time.monotonic()
-    trajectory = _single_turn_trajectory(item, index, result, sampling, spec)
     timings = {"generation": generated - started}
-    if spec.rewards is None:
-        return replace(trajectory, timings=timings)
-    verdict = await spec.rewards.score(_reward_request(trajectory, item, name))
-    timings["reward"] = time.monotonic() - generated
-    if verdict is None:
-        return EpisodeFailure(item.prompt_id, index, "reward", spec.rewards.last_error or "no reward")
-    return _with_reward(replace(trajectory, timings=timings), verdict)
-
-
-def _single_turn_trajectory(
-    item: PromptItem, index: int, result: GenerationResult, sampling: SamplingParams, spec: EpisodeSpec
-) -> Trajectory:
-    response = [int(token) for token in result.token_ids]
-    stops = spec.eos_ids | set(sampling.stop_token_ids)
-    end = response_end(response, result.finish_reason, stops, sampling.ignore_eos)
-    start, total = len(item.token_ids), len(item.token_ids) + len(response)
-    mask = np.zeros(total, dtype=np.bool_)
-    mask[start : start + end.length] = True
-    versions = np.full(total, -1, dtype=np.int32)
-    versions[start:] = result.weight_version
-    logprobs = None
-    if sampling.logprobs and result.logprobs is not None:
-        logprobs = np.zeros(total, dtype=np.float32)
-        logprobs[start:] = result.logprobs
-        logprobs[~mask] = 0.0
-    versions[~mask] = -1
+    response = np.asarray(result.token_ids, dtype=np.int32)
+    end = response_end(response.tolist(), result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
     text = reward_text(
         spec.tokenizer,
-        item.token_ids,
-        response[: end.length],
+        prompt,
+        response[: end.length].tolist(),
         eos_ids=spec.eos_ids,
         keep_eos=spec.keep_eos_text,
     )
+    verdict: RewardResult | None = None
+    if spec.rewards is not None:
+        verdict = await spec.rewards.score(_reward_request(item, index, text, end))
+        timings["reward"] = time.monotonic() - generated
+        if verdict is None:
+            return EpisodeFailure(item.prompt_id, index, "reward", spec.rewards.last_error or "no reward")
     return Trajectory(
         prompt_id=item.prompt_id,
         group_id=item.group_id,
         sample_index=index,
-        token_ids=np.asarray([*item.token_ids, *response], dtype=np.int32),
-        action_mask=mask,
-        logprobs=logprobs,
-        weight_version=versions,
+        **_columns(prompt, response, result, end, sampling.logprobs),
+        reward=None if verdict is None else verdict.reward,
+        score=None if verdict is None else verdict.score,
         finish_reason=end.finish_reason,
         truncated=end.truncated,
+        extra_logs={} if verdict is None else dict(verdict.extra_logs),
         metadata={**item.metadata, "prompt": item.text, "label": item.label, "response": text},
+        timings=timings,
     )
 
 
-def _reward_request(trajectory: Trajectory, item: PromptItem, name: str) -> RewardRequest:
+def _columns(
+    prompt: Sequence[int],
+    response: npt.NDArray[np.int32],
+    result: GenerationResult,
+    end: ResponseEnd,
+    with_logprobs: bool,
+) -> dict[str, Any]:
+    """The per-token arrays of a single-turn trajectory."""
+    first, last, total = len(prompt), len(prompt) + end.length, len(prompt) + len(response)
+    mask = np.zeros(total, dtype=np.bool_)
+    mask[first:last] = True
+    versions = np.full(total, -1, dtype=np.int32)
+    versions[mask] = np.broadcast_to(result.weight_version, len(response))[: end.length]
+    logprobs = None
+    if with_logprobs and result.logprobs is not None:
+        logprobs = np.zeros(total, dtype=np.float32)
+        logprobs[first:last] = np.asarray(result.logprobs, dtype=np.float32)[: end.length]
+    return {
+        "token_ids": np.concatenate([np.asarray(prompt, dtype=np.int32), response]),
+        "action_mask": mask,
+        "logprobs": logprobs,
+        "weight_version": versions,
+    }
+
+
+def _reward_request(item: PromptItem, index: int, text: str, end: ResponseEnd) -> RewardRequest:
     metadata = {
         **item.metadata,
-        "response": trajectory.metadata["response"],
+        "response": text,
         "prompt_id": item.prompt_id,
-        "sample_index": trajectory.sample_index,
-        "truncated": trajectory.truncated,
-        "response_length": trajectory.response_length,
+        "sample_index": index,
+        "truncated": end.truncated,
+        "response_length": end.length,
     }
-    return RewardRequest(item.text + trajectory.metadata["response"], item.text, item.label, metadata, name)
-
-
-def _with_reward(trajectory: Trajectory, verdict: RewardResult) -> Trajectory:
-    return replace(trajectory, reward=verdict.reward, score=verdict.score, extra_logs=dict(verdict.extra_logs))
+    return RewardRequest(item.text + text, item.text, item.label, metadata, sample_name(item, index))
 
 
 async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> Trajectory:
