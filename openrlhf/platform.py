@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,8 @@ def prepare_process(threads: int | None = None) -> None:
     paths = os.environ.get("PATH", "").split(os.pathsep)
     if bin_dir not in paths:
         os.environ["PATH"] = os.pathsep.join([bin_dir, *paths])
+    # DeepSpeed's use of torch.distributed, not ours to change
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if device_type() == "cuda":
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

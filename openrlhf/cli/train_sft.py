@@ -15,6 +15,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 for a failure that was explained.
     """
     cfg = parse_cli("train_sft", list(sys.argv[1:] if argv is None else argv))
+    from openrlhf import platform
+
+    platform.prepare_process()
     from openrlhf.trainer.sft import run
 
     return run(cfg)

@@ -110,9 +110,7 @@ def build_prompts(
     return prompts
 
 
-def _prompt(
-    value: Any, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase, where: str
-) -> tuple[str, list[int]]:
+def _prompt(value: Any, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[str, list[int]]:
     if value is None:
         raise DataError(f"{where}: column {cfg.input_key!r} is null")
     if len(value) == 0:

@@ -162,7 +162,8 @@ def tokenize_sft_row(
     if style.apply_chat_template:
         return _chat(row, style, tokenizer, where)
     prompt = _text(row[style.input_key], where, style.input_key)
-    response = _text(row[style.output_key], where, str(style.output_key)).rstrip("\n")
+    assert style.output_key is not None  # check_sft_columns
+    response = _text(row[style.output_key], where, style.output_key).rstrip("\n")
     if not prompt:
         return Tokenized([], [], EMPTY_PROMPT)
     if not response:
@@ -179,9 +180,7 @@ def _text(value: Any, where: str, column: str) -> str:
     return value
 
 
-def _prompt_and_response(
-    prompt: str, response: str, style: SFTFormat, tokenizer: PreTrainedTokenizerBase
-) -> Tokenized:
+def _prompt_and_response(prompt: str, response: str, style: SFTFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """The prompt is tokenised as at generation time; the response goes on from there."""
     head = texts.encode(tokenizer, prompt)
     whole = texts.encode(tokenizer, prompt + response)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from datasets import (
     Dataset,
     DatasetDict,
     concatenate_datasets,
+    disable_progress_bars,
     interleave_datasets,
     load_dataset,
     load_from_disk,
@@ -50,6 +52,8 @@ def load_rows(
     Raises:
         DataError: a source is missing, unreadable or empty, or the sources do not fit together.
     """
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     wanted = [source for source in parse_sources(sources) if source.path]
     if not wanted:
         raise DataError(f"no data source is named in {sources!r}")
@@ -68,9 +72,7 @@ def load_rows(
         elif weights is None:
             merged = concatenate_datasets(parts)
         else:
-            merged = interleave_datasets(
-                parts, probabilities=weights, seed=seed, stopping_strategy="all_exhausted"
-            )
+            merged = interleave_datasets(parts, probabilities=weights, seed=seed, stopping_strategy="all_exhausted")
     except (ValueError, TypeError) as error:
         columns = "; ".join(f"{s.path}: {', '.join(p.column_names)}" for s, p in zip(wanted, parts, strict=True))
         raise DataError(f"the data sources can't be put together ({error}). Their columns are: {columns}") from error
@@ -88,7 +90,9 @@ def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -
     Raises:
         DataError: names the flags, and the columns that the data has.
     """
-    missing = {flag: column for flag, column in needed.items() if column is not None and column not in rows.column_names}
+    missing = {
+        flag: column for flag, column in needed.items() if column is not None and column not in rows.column_names
+    }
     if missing:
         told = ", ".join(f"--{flag} {column!r}" for flag, column in missing.items())
         raise DataError(f"{source} has no column for {told}; its columns are: {', '.join(rows.column_names)}")
@@ -167,8 +171,8 @@ def _load_remote(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
         return load_dataset(source.path, data_dir=source.data_dir)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"data source {source.path!r} is neither a file or folder here, nor a data set of the Hugging Face hub that "
-            f"can be reached ({_reason(error)})"
+            f"data source {source.path!r} is neither a file or folder here, nor a data set of the Hugging Face hub "
+            f"that can be reached ({_reason(error)})"
         ) from error
 
 

@@ -96,7 +96,7 @@ def _flash(
     from torch.nn.attention.varlen import varlen_attn
 
     left = window - 1 if window is not None else -1
-    return varlen_attn(
+    out = varlen_attn(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
@@ -108,6 +108,8 @@ def _flash(
         window_size=(left, 0),
         enable_gqa=q.shape[1] != k.shape[1],
     )
+    assert isinstance(out, Tensor)  # a pair only when log-sum-exps are asked for
+    return out
 
 
 def _padded(
@@ -127,14 +129,14 @@ def _padded(
         steps = torch.arange(width, device=q.device)
         inside = steps < lengths[:, None]  # [S, L]
         index = starts[:, None] + torch.where(inside, steps, 0)
-        rows = (tensor[index].transpose(1, 2) for tensor in (q, k, v))  # [S, H, L, D]
+        query, key, value = (tensor[index].transpose(1, 2) for tensor in (q, k, v))  # [S, H, L, D]
         # Rows are padded on the right, so causality alone keeps real tokens from seeing padding.
         mask = None
         if window is not None and window < width:
             distance = steps[:, None] - steps[None, :]
             mask = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
-            *rows, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         pieces.append(out.transpose(1, 2)[inside])
         places.append(index[inside])

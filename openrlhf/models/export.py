@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from openrlhf.models.lora import is_peft
 from openrlhf.models.loading import unwrap_hf
+from openrlhf.models.lora import is_peft
 
 
 @dataclass(frozen=True)

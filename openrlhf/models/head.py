@@ -64,7 +64,7 @@ def head_logprobs(
     if not isinstance(head, nn.Linear):
         raise TypeError(f"the output layer is a {type(head).__name__}; log-probs need a linear one")
     if not hasattr(head, "plain_forward"):
-        head.plain_forward = head.forward
+        object.__setattr__(head, "plain_forward", head.forward)
         head.forward = types.MethodType(_forward_or_logprobs, head)  # type: ignore[method-assign]
     request = _Request(targets, temperature, entropy, scaling, rows or chunk_rows(head.out_features))
     logprobs, spread = head(hidden, request)
@@ -102,7 +102,7 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, request:
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: _Request
     ) -> tuple[Tensor, Tensor]:
         count = hidden.shape[0]
@@ -124,7 +124,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return logprobs, spread
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_spread: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_spread: Tensor) -> Any:
         hidden, weight, bias, normaliser, spread = ctx.saved_tensors
         request: _Request = ctx.request
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]

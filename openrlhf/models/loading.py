@@ -125,7 +125,9 @@ def _silence_dropout(config: PretrainedConfig, path: str) -> dict[str, Any]:
                 setattr(part, name, 0.0)
                 changed[name] = rate
     if changed:
-        note_once(logger, f"{path}: dropout set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})")
+        note_once(
+            logger, f"{path}: dropout set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})"
+        )
     return changed
 
 
@@ -378,7 +380,8 @@ def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | Non
 
 def unwrap_hf(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a peft model (or the model itself)."""
-    return model.get_base_model() if is_peft(model) else model  # type: ignore[return-value]
+    inner: Any = model
+    return inner.get_base_model() if is_peft(model) else inner
 
 
 def write_hf_folder(

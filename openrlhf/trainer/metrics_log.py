@@ -112,7 +112,9 @@ def _open_tensorboard(cfg: LoggingOptions, run_name: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise RuntimeError("--use_tensorboard needs the Python package 'tensorboard', which is not installed") from error
+        raise RuntimeError(
+            "--use_tensorboard needs the Python package 'tensorboard', which is not installed"
+        ) from error
     return SummaryWriter(log_dir=os.path.join(cfg.use_tensorboard, run_name))
 
 

@@ -61,8 +61,12 @@ class SFTTrainer(SupervisedTrainer):
     def _micro_batches(self, data: SFTDataset, rows: list[int]) -> Iterator[MicroBatch]:
         """This rank's share of some rows, on its device; as many on every rank."""
         lengths = [int(data.lengths[row]) for row in rows]
-        limits = {"max_tokens": self._max_tokens} if self._packing else {"micro_batch_size": self._micro_batch_size}
-        plan = plan_micro_batches(lengths, self.engine.data_parallel_size, **limits)
+        plan = plan_micro_batches(
+            lengths,
+            self.engine.data_parallel_size,
+            micro_batch_size=None if self._packing else self._micro_batch_size,
+            max_tokens=self._max_tokens if self._packing else None,
+        )
         for members in plan.ranks[self.world.rank]:
             parts = data.fetch([rows[i] for i in members])
             batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from openrlhf.algorithms.metrics import MetricSum
-from openrlhf.config import SupervisedOptions
+from openrlhf.config import DPOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError
@@ -28,6 +28,8 @@ from openrlhf.workers.distributed import DistributedError, World, init_distribut
 
 logger = get_logger(__name__)
 
+SupervisedConfig = SFTConfig | RMConfig | DPOConfig
+
 EXPLAINED = (
     CheckpointError,
     DataError,
@@ -39,7 +41,7 @@ EXPLAINED = (
 """Failures whose message says what to do; anything else ends with a traceback."""
 
 
-def run_command(cfg: SupervisedOptions, train: Callable[[Any, World], None]) -> int:
+def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> int:
     """Join the process group, train, and turn explained failures into exit status 1.
 
     A rank that fails ends at once, without waiting for the others; their launcher ends them.
@@ -58,7 +60,7 @@ def run_command(cfg: SupervisedOptions, train: Callable[[Any, World], None]) -> 
     return 0
 
 
-def total_steps(cfg: SupervisedOptions, num_rows: int, world: World) -> int:
+def total_steps(cfg: SupervisedConfig, num_rows: int, world: World) -> int:
     """Optimizer steps of a run.
 
     Raises:
@@ -73,7 +75,7 @@ def total_steps(cfg: SupervisedOptions, num_rows: int, world: World) -> int:
     return steps
 
 
-def optimizer_specs(cfg: SupervisedOptions, steps: int) -> tuple[OptimizerSpec, SchedulerSpec]:
+def optimizer_specs(cfg: SupervisedConfig, steps: int) -> tuple[OptimizerSpec, SchedulerSpec]:
     """AdamW and its schedule, as the flags say."""
     return (
         OptimizerSpec(cfg.learning_rate, cfg.adam_betas, cfg.adam_eps, cfg.l2),
@@ -105,7 +107,7 @@ class SupervisedTrainer(ABC):
 
     def __init__(
         self,
-        cfg: SupervisedOptions,
+        cfg: SupervisedConfig,
         world: World,
         engine: TrainEngine,
         tokenizer: PreTrainedTokenizerBase,
@@ -149,7 +151,7 @@ class SupervisedTrainer(ABC):
         self.checkpoints.resume()
         step = self.engine.step_count
         if self.world.is_first:
-            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder))  # type: ignore[arg-type]
+            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder))
         try:
             if step >= self.steps:
                 logger.warning("the checkpoint is at step %d of %d: nothing is left to train", step, self.steps)

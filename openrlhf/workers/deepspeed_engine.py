@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,8 +116,9 @@ def _offloads_adam(opts: DeepSpeedOptions) -> bool:
     return opts.adam_offload and _on_gpu()
 
 
-def _skip_shared_memory_kernel() -> None:
-    """Keep DeepSpeed from compiling its CPU all-reduce at start (minutes of g++ on a small machine); gloo serves."""
+def _tame_deepspeed() -> None:
+    """Only DeepSpeed's warnings, and no compiling of its CPU all-reduce at start (minutes of g++); gloo serves."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
@@ -155,7 +157,7 @@ class TrainEngine:
             raise RuntimeError("call openrlhf.workers.distributed.init_distributed() before building a TrainEngine")
         if opts.param_dtype == "fp16" and not _on_gpu():
             raise ValueError("--param_dtype fp16 does not run on a CPU; use fp32 or bf16")
-        _skip_shared_memory_kernel()
+        _tame_deepspeed()
         self.opts = opts
         self.device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         self.training = optimizer is not None
@@ -442,14 +444,29 @@ class TrainEngine:
             raise files.CheckpointError(f"{root} has no file {name!r}: there is no checkpoint to resume from")
         if not universal:
             self._check_meta(root, tag)
+        asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
         path, state = self._engine.load_checkpoint(str(root), tag=tag)
         if path is None:
             raise files.CheckpointError(f"DeepSpeed could not read checkpoint {Path(root) / tag}")
         self.step_count = int(state["step_count"])
+        self._apply_settings(asked)
         rng = Path(root) / tag / f"rng_{dist.get_rank()}.pt"
         if rng.is_file():
             files.set_rng_state(torch.load(rng, weights_only=False))
         return dict(state["client_state"])
+
+    def _apply_settings(self, groups: list[dict[str, Any]]) -> None:
+        """After a resume, this run's flags hold (rates, decay, length of the schedule), not those of the checkpoint."""
+        for group, asked in zip(self._engine.optimizer.param_groups, groups, strict=True):
+            group.update(asked)
+        schedule = self._engine.lr_scheduler
+        if schedule is None:
+            return
+        schedule.base_lrs = [asked["initial_lr"] for asked in groups]
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
+        for group, rate in zip(self._engine.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
 
     def _check_meta(self, root: str | Path, tag: str) -> None:
         saved, now = files.read_meta(root, tag), self._meta()
@@ -457,8 +474,8 @@ class TrainEngine:
         wrong = [f"{flag} was {saved[key]}, is {now[key]}" for key, flag in flags.items() if saved[key] != now[key]]
         if saved["world_size"] != now["world_size"]:
             wrong.append(
-                f"it was written by {saved['world_size']} ranks and this run has {now['world_size']} (start with the same "
-                "number, or convert it with DeepSpeed's ds_to_universal and pass --use_ds_universal_ckpt)"
+                f"it was written by {saved['world_size']} ranks and this run has {now['world_size']} (start with "
+                "the same number, or convert it with DeepSpeed's ds_to_universal and pass --use_ds_universal_ckpt)"
             )
         if wrong:
             raise files.CheckpointError(f"cannot resume from {Path(root) / tag}: {'; '.join(wrong)}")
