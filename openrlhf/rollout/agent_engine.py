@@ -90,7 +90,9 @@ def _option_values(params: Any) -> dict[str, Any]:
         value = getattr(params, name)
         if name in SamplingParams.names() or (not name.startswith("_") and value != getattr(default, name)):
             values[name] = value
-    values.pop("output_kind", None)
+    # How the answer travels is the engine's business, and agents get text in any case.
+    for name in ("output_kind", "detokenize", "stream_interval"):
+        values.pop(name, None)
     return values
 
 
@@ -256,7 +258,7 @@ def check_result(result: GenerationResult, sampling: SamplingParams, name: str) 
     """Checks that an engine kept its contract.
 
     Raises:
-        EngineError: the request failed, no tokens, log-probabilities missing or of another length, or versions of another length.
+        EngineError: the request failed, no tokens came, log-probabilities are missing, or lengths differ.
     """
     count = len(result.token_ids)
     if result.finish_reason not in FINISH_REASONS:
