@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,12 @@ def test_token_cap_is_never_exceeded() -> None:
     assert members(two) == [0, 1, 2, 3]
 
 
+def test_tight_packing_is_found_where_balancing_fails() -> None:
+    # longest first to the emptiest leaves {5, 2}, {4, 3} and no room for a 2; first fit has {5, 3}, {4, 2, 2}
+    plan = plan_micro_batches([4, 3, 2, 2, 5], 1, max_tokens=8)
+    assert plan.ranks == (((1, 4), (0, 2, 3)),)
+
+
 def test_oversized_sequence_is_a_named_error() -> None:
     with pytest.raises(OversizedSequenceError, match=r"10 tokens .*indices \[1\], longest 14"):
         plan_micro_batches([6, 14], 1, max_tokens=10)
@@ -80,6 +87,20 @@ def test_ranks_and_concurrent_micro_batches_are_balanced() -> None:
     # ranks wait for each other at every micro-batch
     waiting = sum(max(pair) for pair in zip(*work, strict=True))
     assert waiting < 1.15 * sum(totals) / 2
+
+
+@pytest.mark.parametrize(("limits", "least"), [({"micro_batch_size": 4}, 0.95), ({"max_tokens": 8000}, 0.98)])
+@pytest.mark.parametrize("seed", range(5))
+def test_long_tailed_lengths_are_balanced(seed: int, limits: dict[str, int], least: float) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = [int(n) for n in rng.lognormal(6.0, 1.0, size=256).clip(1, 6000)]
+    cost = SequenceCost()
+    plan = plan_micro_batches(lengths, 4, **limits)
+    work = [[sum(cost(lengths[i]) for i in batch) for batch in batches] for batches in plan.ranks]
+    totals = [sum(batches) for batches in work]
+    assert min(totals) > least * max(totals)
+    assert sum(max(row) for row in zip(*work, strict=True)) < 1.08 * sum(totals) / 4
+    assert all(batches == sorted(batches, reverse=True) for batches in work)  # dear ones first
 
 
 def test_quadratic_cost_changes_the_balance() -> None:
