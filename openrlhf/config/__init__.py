@@ -2,8 +2,10 @@
 
 from openrlhf.config.commands import (
     COMMANDS,
+    BatchInferenceConfig,
     Command,
     CommandConfig,
+    ConvertConfig,
     DPOConfig,
     LoraCombinerConfig,
     PPOConfig,
@@ -54,10 +56,12 @@ __all__ = [
     "COMMANDS",
     "ActorCriticOptions",
     "AlgorithmOptions",
+    "BatchInferenceConfig",
     "CheckpointOptions",
     "Command",
     "CommandConfig",
     "ConfigError",
+    "ConvertConfig",
     "DPOConfig",
     "DataOptions",
     "DeepSpeedOptions",

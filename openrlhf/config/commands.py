@@ -9,9 +9,11 @@ from openrlhf.config.flag import OptionGroup, flag, redefault
 from openrlhf.config.options_algorithm import ActorCriticOptions, AlgorithmOptions, RewardOptions
 from openrlhf.config.options_data import (
     DataOptions,
+    InputOptions,
     PreferenceDataOptions,
     PromptDataOptions,
     SFTDataOptions,
+    SupervisedDataOptions,
 )
 from openrlhf.config.options_model import (
     CheckpointOptions,
@@ -127,7 +129,14 @@ class ServeRMConfig(LoadOptions, ValueHeadOptions):
     max_len: int = redefault(DataOptions, "max_len", 2048)
     port: int = flag(5000, "port to listen on", "port")
     host: str = flag("0.0.0.0", "address to listen on", "host")
-    batch_size: int | None = flag(None, "texts scored at once; all of a request if not given", "batch_size")
+    batch_size: int | None = flag(
+        None, "texts scored at once, from all requests that wait; 32 if not given", "batch_size"
+    )
+    workers: int = flag(1, "processes that share the port, each with the model; one for each GPU", since="new")
+    queue_size: int = flag(
+        1024, "texts that may wait in a process; requests beyond are told to come back later", since="new"
+    )
+    max_body_mib: int = flag(16, "largest request in MiB", since="new")
 
 
 @dataclass(kw_only=True)
@@ -140,9 +149,108 @@ class LoraCombinerConfig(PrecisionOptions):
     lora_path: str | None = flag(None, "folder of the adapter", "lora_path")
     output_path: str | None = flag(None, "folder for the merged model and its tokenizer", "output_path")
     is_rm: bool = flag(False, "the base model is a reward model", "is_rm")
+    verify: bool = flag(
+        False,
+        "compare the result with what it was made of on fixed texts, and print the largest difference",
+        since="new",
+    )
 
 
-CommandConfig = SFTConfig | RMConfig | DPOConfig | PPOConfig | ServeRMConfig | LoraCombinerConfig
+@dataclass(kw_only=True)
+class ConvertConfig(PrecisionOptions, ValueHeadOptions):
+    """convert: a training checkpoint into another format."""
+
+    title: ClassVar[str] = "Conversion"
+
+    task: str | None = flag(
+        None,
+        "what to make: zero2hf is a Hugging Face folder, universal a checkpoint that resumes on any number of ranks; "
+        "also the first word after the command",
+        choices=("zero2hf", "universal"),
+        since="new",
+    )
+    ckpt_path: str | None = flag(None, "folder of checkpoints (in PPO its sub-folder _actor or _critic)", "ckpt.path")
+    tag: str | None = flag(None, "checkpoint to convert, such as global_step100; the newest if not given", since="new")
+    pretrain: str | None = redefault(ModelOptions, "pretrain", None)
+    output_path: str | None = flag(None, "folder for the Hugging Face model and its tokenizer (zero2hf)", "output_path")
+    is_rm: bool = flag(False, "the checkpoint is of a reward model or a critic (zero2hf)", "is_rm")
+    convert_workers: int = flag(1, "processes that convert (universal)", since="new")
+    verify: bool = redefault(LoraCombinerConfig, "verify", False)
+
+
+@dataclass(kw_only=True)
+class BatchInferenceConfig(LoadOptions, InputOptions, ValueHeadOptions):
+    """batch_inference: answers to, or scores of, the rows of a data set."""
+
+    title: ClassVar[str] = "Batch inference"
+
+    eval_task: str | None = flag(
+        None,
+        "generate_vllm writes responses to prompts, rm the scores of a reward model",
+        choices=("generate_vllm", "rm"),
+        value_aliases={"generate": "generate_vllm"},
+        since="old",
+    )
+    pretrain: str | None = redefault(ModelOptions, "pretrain", None)
+    dataset: str | None = flag(
+        None,
+        "sources of prompts, or of prompts with responses (rm), separated by commas",
+        "data.dataset",
+    )
+    dataset_probs: str | None = redefault(SupervisedDataOptions, "dataset_probs", None)
+    dataset_split: str = redefault(SupervisedDataOptions, "dataset_split", "train")
+    output_path: str | None = flag(None, "JSON lines file for the result", since="old")
+    output_key: str | None = redefault(SFTDataOptions, "output_key", "output")
+    label_key: str | None = redefault(PromptDataOptions, "label_key", None)
+    apply_chat_template: bool = redefault(DataOptions, "apply_chat_template", False)
+    input_template: str | None = redefault(DataOptions, "input_template", None)
+    max_len: int = redefault(DataOptions, "max_len", 2048)
+    max_samples: int = redefault(DataOptions, "max_samples", 100_000_000)
+    prompt_max_len: int = flag(1024, "tokens of a prompt (generate_vllm); see prompt_overlong", since="old")
+    prompt_overlong: str = redefault(PromptDataOptions, "prompt_overlong", "cut")
+    max_new_tokens: int = flag(1024, "tokens of a response", "rollout.max_new_tokens")
+    temperature: float = redefault(SamplingOptions, "temperature", 1.0)
+    top_p: float = redefault(SamplingOptions, "top_p", 1.0)
+    greedy_sampling: bool = flag(False, "always take the likeliest token", since="old")
+    repetition_penalty: float = flag(1.0, "divides the logits of tokens that were there already", since="old")
+    best_of_n: int = flag(1, "responses to each prompt", since="old")
+    tp_size: int | None = flag(None, "GPUs of the vLLM engine; all of them if not given", since="old")
+    max_num_seqs: int = flag(256, "sequences the engine works on at once", since="old")
+    enable_prefix_caching: bool = redefault(EngineOptions, "enable_prefix_caching", False)
+    micro_batch_size: int = flag(16, "texts scored at once (rm)", since="old")
+    iter: int | None = flag(
+        None, "take only this slice of the data, counted from 0; each has rollout_batch_size rows", since="old"
+    )
+    rollout_batch_size: int = flag(2048, "rows of a slice", "rollout.batch_size")
+    post_processor: str | None = flag(
+        None,
+        "made of the scored rows: rs keeps the best response to each prompt, iter_dpo the best with the worst, csft "
+        "writes the score into the prompt",
+        choices=("rs", "iter_dpo", "csft", "null"),
+        since="old",
+    )
+    normalize_reward: bool = flag(False, "standardize the scores over all rows (csft)", "reward.normalize_enable")
+    reward_template: str | None = flag(
+        None, "text with {input} and {reward} that becomes the prompt (csft)", since="old"
+    )
+    enable_csft: bool = flag(False, "append csft_prompt to every prompt (generate_vllm)", since="old")
+    csft_prompt: str = flag("<rm_score>: 5.00", "text that asks for a response of this score", since="old")
+    seed: int = redefault(DeepSpeedOptions, "seed", 1234)
+    full_determinism: bool = redefault(DeepSpeedOptions, "full_determinism", False)
+    local_rank: int = redefault(DeepSpeedOptions, "local_rank", -1)
+    zero_stage: int = flag(0, "see DeepSpeed", since="old", no_effect="the model runs whole on one device")
+
+
+CommandConfig = (
+    SFTConfig
+    | RMConfig
+    | DPOConfig
+    | PPOConfig
+    | ServeRMConfig
+    | LoraCombinerConfig
+    | ConvertConfig
+    | BatchInferenceConfig
+)
 
 
 @dataclass(frozen=True)
@@ -196,5 +304,16 @@ COMMANDS: dict[str, Command] = {
         LoraCombinerConfig,
         "Merge a LoRA adapter into its base model.",
         "--model_path ./base --lora_path ./adapter --output_path ./merged",
+    ),
+    "convert": Command(
+        ConvertConfig,
+        "Convert a training checkpoint into a Hugging Face folder, or for another number of ranks.",
+        "--task zero2hf --ckpt_path ./ckpt/checkpoints_sft --pretrain ./model --output_path ./hf --verify",
+    ),
+    "batch_inference": Command(
+        BatchInferenceConfig,
+        "Write responses to prompts, or the scores of a reward model, to a file.",
+        "--eval_task generate_vllm --pretrain ./sft --dataset ./prompts.jsonl --input_key question \\\n"
+        "    --best_of_n 4 --max_new_tokens 512 --output_path ./responses.jsonl",
     ),
 }

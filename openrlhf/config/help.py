@@ -30,6 +30,8 @@ GROUP_ORDER = (
     "Logging",
     "Server",
     "Merging",
+    "Conversion",
+    "Batch inference",
 )
 COLUMN = 34
 

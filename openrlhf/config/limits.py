@@ -72,7 +72,8 @@ LIMITS: dict[str, Limit] = {
             "n_samples_per_prompt max_new_tokens generate_max_len prompt_max_len num_episodes "
             "rollout_batch_size vllm_generate_batch_size micro_rollout_batch_size train_max_tokens_per_gpu "
             "rollout_max_tokens_per_gpu async_queue_size dynamic_filtering_max_rounds "
-            "eval_n_samples_per_prompt batch_size critic_muon_ns_steps"
+            "eval_n_samples_per_prompt batch_size critic_muon_ns_steps workers queue_size max_body_mib "
+            "convert_workers best_of_n tp_size max_num_seqs micro_batch_size"
         ).split(),
         COUNT,
     ),
@@ -81,14 +82,14 @@ LIMITS: dict[str, Limit] = {
         (
             "learning_rate actor_learning_rate critic_learning_rate muon_lr critic_muon_lr adam_eps "
             "critic_adam_eps temperature max_ckpt_mem kl_target kl_horizon value_clip beta start_timeout "
-            "rollout_timeout vllm_cpu_kvcache_gib overlong_buffer_len"
+            "rollout_timeout vllm_cpu_kvcache_gib overlong_buffer_len repetition_penalty"
         ).split(),
         POSITIVE,
     ),
     **dict.fromkeys(
         (
             "l2 critic_l2 max_norm critic_max_norm aux_loss_coef lora_rank dataloader_num_workers "
-            "init_kl_coef nll_loss_coef eval_temperature overlong_penalty_factor max_images_per_prompt seed"
+            "init_kl_coef nll_loss_coef eval_temperature overlong_penalty_factor max_images_per_prompt seed iter"
         ).split(),
         NOT_NEGATIVE,
     ),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.commands import (
+    BatchInferenceConfig,
+    ConvertConfig,
     LoraCombinerConfig,
     PPOConfig,
     RMConfig,
@@ -51,6 +53,10 @@ def validate(command: str, cfg: Any, explicit: frozenset[str] = frozenset(), wor
         violations += _check_data(cfg)
     if isinstance(cfg, TrainerOptions):
         violations += _check_folders(cfg)
+    if isinstance(cfg, ConvertConfig):
+        violations += _check_conversion(cfg)
+    if isinstance(cfg, BatchInferenceConfig):
+        violations += _check_batch_inference(cfg)
     if isinstance(cfg, SupervisedOptions):
         violations += _check_supervised(cfg)
         if not BATCH_FLAGS & {violation.flag for violation in violations}:
@@ -76,9 +82,48 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
         needed["model_path"] = "the base model: a local folder or a hub id"
         needed["lora_path"] = "the folder of the adapter"
         needed["output_path"] = "a folder for the result"
+    if isinstance(cfg, ConvertConfig):
+        needed["task"] = "zero2hf or universal"
+        needed["ckpt_path"] = "the folder of the checkpoints"
+        if cfg.task == "zero2hf":
+            needed["pretrain"] = "the model that the run started from: it has the configuration and the tokenizer"
+            needed["output_path"] = "a folder for the result"
+    if isinstance(cfg, BatchInferenceConfig):
+        needed["eval_task"] = "generate_vllm or rm"
+        needed["pretrain"] = "the model: a local folder or a hub id"
+        needed["dataset"] = "data: a file, a folder or a hub id"
+        needed["output_path"] = "a file for the result"
     for flag, what in needed.items():
         if not getattr(cfg, flag):
             yield Violation(flag, "is missing", f"give {what}")
+
+
+def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
+    if cfg.ckpt_path and not Path(cfg.ckpt_path).expanduser().is_dir():
+        yield Violation("ckpt_path", f"there is no folder {cfg.ckpt_path} here ({os.getcwd()})", "check the path")
+
+
+def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
+    for source in parse_sources(cfg.dataset) if cfg.dataset else []:
+        yield from _check_source("dataset", source)
+    if cfg.dataset and cfg.dataset_probs:
+        yield from _check_probabilities("dataset", "dataset_probs", cfg.dataset, cfg.dataset_probs)
+    if cfg.output_path and Path(cfg.output_path).expanduser().is_dir():
+        yield Violation("output_path", f"{cfg.output_path} is a folder", "name a file, for example out.jsonl")
+    processed = cfg.post_processor not in (None, "null")
+    if processed and cfg.eval_task == "generate_vllm":
+        problem = f"{cfg.post_processor} works on scores, and generate_vllm makes none"
+        yield Violation("post_processor", problem, "leave it out here, and use it in a second run with --eval_task rm")
+    if cfg.reward_template is not None:
+        missing = [part for part in ("{input}", "{reward}") if part not in cfg.reward_template]
+        if missing:
+            yield Violation("reward_template", f"has no {' and no '.join(missing)}", "put it in")
+        elif cfg.post_processor != "csft":
+            yield Violation("reward_template", "is only used by csft", "add --post_processor csft, or leave it out")
+    if cfg.normalize_reward and cfg.post_processor != "csft":
+        yield Violation("normalize_reward", "is only used by csft", "add --post_processor csft, or leave it out")
+    if cfg.enable_csft and cfg.eval_task == "rm":
+        yield Violation("enable_csft", "belongs to generating", "leave it out with --eval_task rm")
 
 
 def _check_models(cfg: Any) -> Iterator[Violation]:

@@ -24,6 +24,8 @@ REQUIRED = {
     ],
     "serve_rm": ["--reward_pretrain", "org/model"],
     "lora_combiner": ["--model_path", "org/base", "--lora_path", "org/lora", "--output_path", "./merged"],
+    "convert": ["--task", "universal", "--ckpt_path", "."],
+    "batch_inference": ["--eval_task", "rm", "--pretrain", "org/rm", "--dataset", "org/data", "--output_path", "out"],
 }
 
 

@@ -60,6 +60,8 @@ def test_defaults_are_valid(command: str) -> None:
         (PPO, {"pretrain", "prompt_data", "remote_rm_url"}),
         ("serve_rm", {"reward_pretrain"}),
         ("lora_combiner", {"model_path", "lora_path", "output_path"}),
+        ("convert", {"task", "ckpt_path"}),
+        ("batch_inference", {"eval_task", "pretrain", "dataset", "output_path"}),
     ],
 )
 def test_required(command: str, missing: set[str]) -> None:

@@ -144,8 +144,8 @@ def test_changed_defaults_are_told() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_examples_of_help_are_valid(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("model", "sft", "rm", "base", "adapter"):
-        (tmp_path / folder).mkdir()
+    for folder in ("model", "sft", "rm", "base", "adapter", "ckpt/checkpoints_sft"):
+        (tmp_path / folder).mkdir(parents=True)
     for file in ("data.jsonl", "pairs.jsonl", "prompts.jsonl", "reward.py"):
         (tmp_path / file).touch()
     parse_cli(command, shlex.split(COMMANDS[command].example.replace("\\\n", " ")))
