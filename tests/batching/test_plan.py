@@ -89,7 +89,7 @@ def test_ranks_and_concurrent_micro_batches_are_balanced() -> None:
     assert waiting < 1.15 * sum(totals) / 2
 
 
-@pytest.mark.parametrize(("limits", "least"), [({"micro_batch_size": 4}, 0.95), ({"max_tokens": 8000}, 0.98)])
+@pytest.mark.parametrize(("limits", "least"), [({"micro_batch_size": 4}, 0.92), ({"max_tokens": 8000}, 0.98)])
 @pytest.mark.parametrize("seed", range(5))
 def test_long_tailed_lengths_are_balanced(seed: int, limits: dict[str, int], least: float) -> None:
     rng = np.random.default_rng(seed)
