@@ -43,6 +43,8 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
     if on_cpu:
         # Several engines and trainer ranks share the cores; binding would pile them on the same ones.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # The model runs in vLLM's engine process itself, which saves a process and its imports.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # Ray gives an actor that books less than a core one thread.
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cfg.vllm_num_engines))
     return EngineSpec(

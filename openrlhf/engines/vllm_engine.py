@@ -20,6 +20,8 @@ def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
     redirect_output(spec.log_file)
     os.environ.update(spec.environment)
     os.environ["OPENRLHF_ENGINE_PID"] = str(os.getpid())
+    # CUDA IPC handles of a weight transfer are pickled on their way from this process to vLLM's own.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
     if spec.full_determinism:
@@ -50,6 +52,7 @@ class VLLMEngine:
         # Imported here, not at the top: the environment above must be set first, and only this process pays.
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         spec = self.spec
@@ -80,7 +83,8 @@ class VLLMEngine:
             disable_log_stats=True,
             **arguments,
         )
-        self._llm = AsyncLLM.from_engine_args(engine_args)
+        # As for offline inference: many sequences at once matter more here than the latency of one.
+        self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         if rollout is not None:
             self._runner = GroupRunner(rollout, engine=self)
         return {"index": spec.index, "pid": os.getpid(), "model": spec.model}
