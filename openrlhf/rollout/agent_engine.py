@@ -146,7 +146,7 @@ class AgentEngine:
         calls: records of the generations so far.
         prompt_text: text of the episode's prompt.
         prompt_token_ids: its ids, cut to the prompt limit.
-        engine_error: the engine's exception if a call failed, to tell engine trouble from agent trouble.
+        engine_error: the engine's exception if the last call failed, to tell engine trouble from agent trouble.
     """
 
     def __init__(
@@ -221,6 +221,7 @@ class AgentEngine:
         except Exception as error:
             self.engine_error = EngineError(f"{self.name}: the generation engine failed: {describe_exception(error)}")
             raise self.engine_error from error
+        self.engine_error = None
         return result
 
     def _output(self, prompt: list[int], result: GenerationResult, sampling: SamplingParams) -> RequestOutput:

@@ -339,6 +339,8 @@ async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine,
     started = time.monotonic()
     try:
         output = await executor.execute(**arguments)
+        if agent_engine.engine_error is not None:
+            raise agent_engine.engine_error
         trajectory = trajectory_from_agent_output(
             output,
             prompt_id=item.prompt_id,

@@ -6,5 +6,12 @@ from openrlhf.rollout.agents import (
     MultiTurnAgentExecutor,
     SingleTurnAgentExecutor,
 )
+from openrlhf.rollout.openai_agent import OpenAIAgentExecutor
 
-__all__ = ["AgentExecutorBase", "AgentInstanceBase", "MultiTurnAgentExecutor", "SingleTurnAgentExecutor"]
+__all__ = [
+    "AgentExecutorBase",
+    "AgentInstanceBase",
+    "MultiTurnAgentExecutor",
+    "OpenAIAgentExecutor",
+    "SingleTurnAgentExecutor",
+]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_helpers import LetterTokenizer, ScriptedEngine, item
+from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
 
 from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import RewardError
@@ -67,6 +67,27 @@ def test_agent_func() -> None:
     assert trajectory.metadata["response"] == "4\nHigher.\nno\nSay a number.\n9\nLower.\n7\nRight!"
     assert (trajectory.reward, trajectory.score, trajectory.extra_logs) == (1.0, 1.0, {"turns": 4.0})
     assert tokenizer.decode(trajectory.token_ids[trajectory.action_mask].tolist()) == "4no97"
+
+
+@pytest.mark.parametrize(
+    ("replies", "reward", "score", "attempts"),
+    [(["7"], 1.0, 1.0, 1), (["5", "7"], 0.5, 1.0, 2), (["5", "6"], 0.0, 0.0, 2)],
+)
+def test_openai_agent_func(replies: list[str], reward: float, score: float, attempts: int) -> None:
+    class Chat(LetterTokenizer):
+        letters = LetterTokenizer.letters + "UAT:"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **options: object) -> str:
+            return "".join(f"{m['role'][0].upper()}:{m['content']}<eos>\n" for m in messages) + "A:"
+
+    tokenizer = Chat()
+    executor = load_agent_executor(str(EXAMPLES / "openai_agent_func.py"))
+    engine = ScriptedEngine([[*tokenizer.encode(text), EOS] for text in replies])
+    spec = EpisodeSpec(sampling=SamplingParams(), max_length=200, tokenizer=tokenizer, executor=executor)
+    group = asyncio.run(run_group(item(tokenizer, "3+4=?", label=7), 1, engine, spec))
+    trajectory = group.trajectories[0]
+    assert (trajectory.reward, trajectory.score) == (reward, score)
+    assert trajectory.extra_logs == {"attempts": attempts, "conversations": 1.0}
 
 
 @contextmanager

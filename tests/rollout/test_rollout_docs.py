@@ -35,14 +35,21 @@ def test_the_reward_function(tmp_path: Path) -> None:
     assert [r.reward for r in results] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("number", "reward", "turns"), [(0, 1.0, 2), (1, 0.0, 1)])
+class ChatTokenizer(LetterTokenizer):
+    letters = LetterTokenizer.letters + "UAT:"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: object) -> str:
+        return "".join(f"{m['role'][0].upper()}:{m['content']}<eos>\n" for m in messages) + "A:"
+
+
+@pytest.mark.parametrize(("number", "reward", "turns"), [(0, 1.0, 2), (1, 0.0, 1), (2, 0.0, 1)])
 def test_the_agents(tmp_path: Path, number: int, reward: float, turns: int) -> None:
     path = tmp_path / "agent.py"
     path.write_text(blocks(AGENTS, "python")[number])
     spec = EpisodeSpec(
         sampling=SamplingParams(logprobs=True),
         max_length=64,
-        tokenizer=type("Wide", (LetterTokenizer,), {"letters": LetterTokenizer.letters + "T"})(),
+        tokenizer=ChatTokenizer(),
         executor=load_agent_executor(str(path)),
     )
     engine = ScriptedEngine([[*TOK.encode("5"), EOS], [*TOK.encode("4"), EOS]])

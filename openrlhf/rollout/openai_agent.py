@@ -1,0 +1,271 @@
+"""Agents that talk to the policy over HTTP, in the protocol of OpenAI's API.
+
+Any harness with an OpenAI client can play the episodes. Ids stay as they were sampled: a request whose text begins
+with the text so far continues the ids so far, and only what is new is encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from openrlhf.rollout.agents import AgentExecutorBase
+from openrlhf.rollout.errors import AgentError, EngineError
+
+logger = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    """A request that can't be served; the message goes to the client."""
+
+
+@dataclass
+class _Conversation:
+    """One row of ids that grows turn by turn."""
+
+    text: str
+    ids: list[int]
+    logprobs: list[float]
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+    truncated: bool = False
+    busy: bool = False
+
+
+@dataclass
+class _Session:
+    """What the server knows of one episode."""
+
+    sampling_params: Any
+    max_length: int
+    tokenizer: Any
+    engine: Any
+    conversations: list[_Conversation] = field(default_factory=list)
+    last: _Conversation | None = None
+
+    async def complete(self, text: str, limit: int | None, stop: list[str]) -> tuple[Any, int]:
+        """Samples a continuation of `text`; returns the completion and the number of prompt tokens."""
+        conversation = self._continued(text)
+        room = self.max_length - len(conversation.ids)
+        if room <= 0:
+            conversation.truncated = True
+            self.last = conversation if conversation.ranges else self.last
+            raise _Refused(f"context_length_exceeded: {len(conversation.ids)} tokens, the limit is {self.max_length}")
+        params = copy.deepcopy(self.sampling_params)
+        limits = [room, *(number for number in (params.max_tokens, limit) if number is not None)]
+        params.max_tokens = min(limits)
+        params.stop = [*params.stop, *stop]
+        conversation.busy = True
+        try:
+            start = len(conversation.ids)
+            output = (await self.engine.generate(list(conversation.ids), params)).outputs[0]
+        finally:
+            conversation.busy = False
+        ids = output.token_ids
+        conversation.ids.extend(ids)
+        if output.logprobs is not None:
+            conversation.logprobs.extend(
+                entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)
+            )
+        conversation.ranges.append((start, len(conversation.ids)))
+        conversation.text += self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        conversation.truncated = output.finish_reason == "length"
+        self.last = conversation
+        return output, start
+
+    def _continued(self, text: str) -> _Conversation:
+        """The conversation that `text` continues, its new ids appended; a new one if there is none."""
+        fitting = [c for c in self.conversations if c.ranges and not c.busy and text.startswith(c.text)]
+        if fitting:
+            conversation = max(fitting, key=lambda c: len(c.text))
+            new = text[len(conversation.text) :]
+            ids = list(self.tokenizer.encode(new, add_special_tokens=False)) if new else []
+        else:
+            conversation = _Conversation("", [], [])
+            self.conversations.append(conversation)
+            ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        conversation.text = text
+        conversation.ids.extend(ids)
+        conversation.logprobs.extend([0.0] * len(ids))
+        return conversation
+
+
+class OpenAIAgentExecutor(AgentExecutorBase):
+    """Serves /v1/chat/completions and /v1/completions on loopback to `run`, which plays the episode.
+
+    Requests are sampled with the options of the training run; of a request's own options only `stop`, `max_tokens`
+    and `max_completion_tokens` count, because training assumes the others. A request that continues no earlier text
+    (another conversation, or a chat template that changes earlier turns) starts a new row. The row of the last
+    reply is the one that is trained on; the extra log `conversations` counts the rows.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting: asyncio.Lock | None = None
+        self._port = 0
+
+    @abstractmethod
+    async def run(self, base_url: str, prompt: str, label: Any) -> dict[str, Any] | float:
+        """Plays one episode.
+
+        Args:
+            base_url: what an OpenAI client takes as base_url; this episode's own. Any API key and model name do.
+            prompt: prompt text.
+            label: raw value of the label column.
+
+        Returns:
+            The reward, or a dict with "reward" and optionally "scores" and "extra_logs".
+        """
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        """Plays one episode; see AgentExecutorBase.execute."""
+        await self._start()
+        key = uuid.uuid4().hex
+        session = self._sessions[key] = _Session(sampling_params, max_length, hf_tokenizer, llm_engine)
+        try:
+            verdict = await self.run(f"http://127.0.0.1:{self._port}/{key}/v1", prompt, label)
+        finally:
+            del self._sessions[key]
+        row = session.last
+        if row is None:
+            raise AgentError(
+                f"{getattr(llm_engine, 'name', 'sample')}: {type(self).__name__}.run() ended without a single reply of "
+                "the policy; send requests to base_url"
+            )
+        result: dict[str, Any] = dict(verdict) if isinstance(verdict, Mapping) else {"reward": verdict}
+        logs = {**(result.get("extra_logs") or {}), "conversations": len(session.conversations)}
+        with_logprobs = len(row.logprobs) == len(row.ids)
+        return {
+            "prompt": prompt,
+            "label": label,
+            "reward": result.get("reward"),
+            "scores": result.get("scores"),
+            "observation_tokens": row.ids[: row.ranges[-1][1]],
+            "action_ranges": row.ranges,
+            "rollout_log_probs": row.logprobs[: row.ranges[-1][1]] if with_logprobs else None,
+            "truncated": row.truncated,
+            "extra_logs": logs,
+        }
+
+    async def close(self) -> None:
+        """Stops the server."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        if self._starting is None:
+            self._starting = asyncio.Lock()
+        async with self._starting:
+            if self._runner is not None:
+                return
+            app = web.Application(client_max_size=64 * 2**20)
+            app.router.add_post("/{episode}/v1/chat/completions", self._chat)
+            app.router.add_post("/{episode}/v1/completions", self._completion)
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self._port = runner.addresses[0][1]
+            self._runner = runner
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        def text_of(body: Mapping[str, Any], tokenizer: Any) -> str:
+            messages = _plain_messages(body.get("messages"))
+            options = {"tools": body.get("tools"), "tokenize": False, "add_generation_prompt": True}
+            try:
+                return tokenizer.apply_chat_template(messages, **options)
+            except Exception as error:  # templates are programs of the model's makers; the client gets their words
+                raise _Refused(f"the chat template refuses these messages: {error}") from error
+
+        return await self._answer(request, text_of, chat=True)
+
+    async def _completion(self, request: web.Request) -> web.Response:
+        def text_of(body: Mapping[str, Any], tokenizer: Any) -> str:
+            if not isinstance(body.get("prompt"), str):
+                raise _Refused("prompt must be one text")
+            return body["prompt"]
+
+        return await self._answer(request, text_of, chat=False)
+
+    async def _answer(self, request: web.Request, text_of: Any, *, chat: bool) -> web.Response:
+        session = self._sessions.get(request.match_info["episode"])
+        try:
+            if session is None:
+                raise _Refused("this episode is over")
+            body = await request.json()
+            if not isinstance(body, dict):
+                raise _Refused("the body must be a JSON object")
+            for name, allowed in (("stream", (None, False)), ("n", (None, 1))):
+                if body.get(name) not in allowed:
+                    raise _Refused(f"{name}={body[name]!r} is not supported")
+            limit = body.get("max_completion_tokens") or body.get("max_tokens")
+            stop = body.get("stop") or []
+            text = text_of(body, session.tokenizer)
+            output, used = await session.complete(text, limit, [stop] if isinstance(stop, str) else stop)
+        except (_Refused, AgentError, json.JSONDecodeError) as error:
+            return _error(400, "invalid_request_error", error)
+        except EngineError as error:  # the engine's record of it ends the episode, whatever the client does
+            return _error(500, "engine_error", error)
+        return web.json_response(_completion_body(body, output, used, chat))
+
+
+def _plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages with their content as text: clients may send it as a list of text parts."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise _Refused("messages must be a list of messages")
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            kinds = {part.get("type") for part in content if isinstance(part, dict)}
+            if kinds != {"text"}:
+                raise _Refused(f"message content of type {sorted(map(str, kinds))} is not supported, only text")
+            message = {**message, "content": "".join(part["text"] for part in content)}
+        plain.append(message)
+    return plain
+
+
+def _completion_body(body: Mapping[str, Any], output: Any, prompt_tokens: int, chat: bool) -> dict[str, Any]:
+    """A reply in the form of OpenAI's API."""
+    choice = {"index": 0, "finish_reason": output.finish_reason, "logprobs": None}
+    if chat:
+        choice["message"] = {"role": "assistant", "content": output.text}
+    else:
+        choice["text"] = output.text
+    sampled = len(output.token_ids)
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": body.get("model", "policy"),
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": prompt_tokens + sampled,
+        },
+    }
+
+
+def _error(status: int, kind: str, error: Exception) -> web.Response:
+    message = str(error) or type(error).__name__
+    return web.json_response({"error": {"message": message, "type": kind, "code": status}}, status=status)

@@ -1,0 +1,263 @@
+"""Agents that reach the policy through OpenAI's protocol, with the real client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
+
+from openrlhf.rollout.episodes import EpisodeSpec, Group, run_group
+from openrlhf.rollout.errors import AgentError, EngineError
+from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.utils.agent import OpenAIAgentExecutor
+
+
+class ChatTokenizer(LetterTokenizer):
+    """Letters with a template like ChatML: U:text<eos>\\nA:..."""
+
+    letters = LetterTokenizer.letters + "UAST:"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        if messages[0]["role"] == "bad":
+            raise ValueError("unknown role")
+        text = "T:tools\n" if tools else ""
+        text += "".join(f"{m['role'][0].upper()}:{m['content'].strip()}<eos>\n" for m in messages)
+        return text + "A:"
+
+
+TOK = ChatTokenizer()
+A, B, AB = (TOK.ids[piece] for piece in ("a", "b", "ab"))
+Play = Callable[[openai.AsyncOpenAI, str, Any], Awaitable[Any]]
+
+
+class Executor(OpenAIAgentExecutor):
+    def __init__(self, play: Play) -> None:
+        super().__init__()
+        self.play = play
+
+    async def run(self, base_url: str, prompt: str, label: Any) -> dict[str, Any] | float:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            return await self.play(client, prompt, label)
+
+
+def episodes(play: Play, engine: ScriptedEngine, n: int = 1, **options: Any) -> Group:
+    sampling = options.pop("sampling", SamplingParams(logprobs=True))
+    executor = Executor(play)
+    spec = EpisodeSpec(
+        sampling=sampling, max_length=options.pop("max_length", 200), tokenizer=TOK, executor=executor, **options
+    )
+
+    async def run() -> Group:
+        try:
+            return await run_group(item(TOK, "hi", 4, label="gold"), n, engine, spec)
+        finally:
+            await executor.close()
+
+    return asyncio.run(run())
+
+
+def one(play: Play, engine: ScriptedEngine, **options: Any) -> Trajectory:
+    return episodes(play, engine, **options).trajectories[0]
+
+
+async def ask(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
+    return await client.chat.completions.create(model="policy", messages=messages, **options)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+async def two_turns(client: openai.AsyncOpenAI, prompt: str, label: Any) -> Any:
+    first = await ask(client, [user(prompt)])
+    assert first.choices[0].message.content == "ab" and first.choices[0].finish_reason == "stop"
+    assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(TOK.encode("U:hi<eos>\nA:")), 3)
+    second = await ask(client, [user(prompt), assistant("ab"), user("more")])
+    return {"reward": 0.5, "scores": 0.0, "extra_logs": {"length": len(second.choices[0].message.content)}}
+
+
+def test_turns_continue_the_sampled_ids() -> None:
+    engine = ScriptedEngine([[A, B, EOS], [B, EOS]])
+    trajectory = one(two_turns, engine)
+    start, middle = TOK.encode("U:hi<eos>\nA:"), TOK.encode("\nU:more<eos>\nA:")
+    assert engine.prompts == [start, [*start, A, B, EOS, *middle]]
+    assert trajectory.token_ids.tolist() == [*start, A, B, EOS, *middle, B, EOS]
+    ranges = [(len(start), len(start) + 3), (len(trajectory.token_ids) - 2, len(trajectory.token_ids))]
+    wanted = np.zeros(len(trajectory.token_ids), dtype=bool)
+    for first, last in ranges:
+        wanted[first:last] = True
+    np.testing.assert_array_equal(trajectory.action_mask, wanted)
+    assert trajectory.logprobs is not None
+    np.testing.assert_allclose(trajectory.logprobs[wanted], [-0.5, -0.51, -0.52, -0.5, -0.51], rtol=1e-6)
+    assert (trajectory.reward, trajectory.score) == (0.5, 0.0)
+    assert trajectory.extra_logs == {"length": 1.0, "conversations": 1.0}
+    assert "unsampled_action_ranges" not in trajectory.metadata and not trajectory.truncated
+
+
+def test_a_reply_cut_by_the_limit_is_continued_too() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        reply = await ask(client, [user(prompt)], max_tokens=2)
+        assert reply.choices[0].finish_reason == "length"
+        await ask(client, [user(prompt), assistant("ab"), user("more")])
+        return 1.0
+
+    engine = ScriptedEngine([[A, B, B], [B, EOS]])
+    trajectory = one(play, engine)
+    assert engine.sampling[0].max_tokens == 2
+    assert engine.prompts[1][: len(engine.prompts[0]) + 3] == [*engine.prompts[0], A, B, EOS]
+    assert trajectory.response_length == 4 and trajectory.extra_logs["conversations"] == 1.0
+
+
+def test_plain_completions_tools_and_content_parts() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        reply = await client.completions.create(model="policy", prompt="hi", stop="b")
+        assert reply.choices[0].text == "a"
+        await client.completions.create(model="policy", prompt="hiab so", stop=["x", "y"])
+        return float(label == "gold")
+
+    engine = ScriptedEngine([([A, B], "stop"), [B, EOS]])
+    assert one(play, engine).reward == 1.0
+    assert engine.prompts[1] == [*TOK.encode("hi"), A, B, *TOK.encode(" so")]
+    assert [s.stop for s in engine.sampling] == [("b",), ("x", "y")]
+
+    async def play_tools(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        tool = {"type": "function", "function": {"name": "f"}}
+        await ask(client, [{"role": "user", "content": parts}], tools=[tool])
+        return 1.0
+
+    engine = ScriptedEngine([[A, EOS]])
+    one(play_tools, engine)
+    assert engine.prompts == [TOK.encode("T:tools\nU:hi<eos>\nA:")]
+
+
+def test_requests_are_sampled_as_training_assumes() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt)], temperature=0.1, top_p=0.5, max_completion_tokens=3)
+        return 1.0
+
+    engine = ScriptedEngine([[A, EOS]])
+    one(play, engine, sampling=SamplingParams(temperature=0.7, max_tokens=9))
+    assert (engine.sampling[0].temperature, engine.sampling[0].top_p, engine.sampling[0].max_tokens) == (0.7, 1.0, 3)
+
+
+def test_what_does_not_continue_starts_a_new_row_and_counts() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt)])
+        await ask(client, [user(prompt), assistant("changed"), user("more")])
+        return 1.0
+
+    trajectory = one(play, ScriptedEngine([[A, EOS], [B, EOS]]))
+    assert trajectory.extra_logs["conversations"] == 2.0
+    assert trajectory.response_length == 2 and trajectory.token_ids.tolist()[-2:] == [B, EOS]
+
+
+def test_concurrent_requests_and_samples_do_not_mix() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await asyncio.gather(*(ask(client, [user(word)]) for word in ("x", "y", "z")))
+        return 1.0
+
+    engine = ScriptedEngine(lambda ids, sampling: [*ids[2:3], EOS], delays=[0.03, 0.01, 0.02] * 2)
+    group = episodes(play, engine, n=2)
+    for trajectory in group.trajectories:
+        assert trajectory.extra_logs["conversations"] == 3.0
+        echoed = trajectory.token_ids[trajectory.action_mask].tolist()
+        assert echoed == [trajectory.token_ids[2], EOS]
+
+
+def test_a_full_context_is_refused_and_counts_as_truncated() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt)])
+        with pytest.raises(openai.BadRequestError, match="context_length_exceeded: .* tokens, the limit is 20"):
+            await ask(client, [user(prompt), assistant("ab"), user("more")])
+        return 0.5
+
+    trajectory = one(play, ScriptedEngine([[A, B, EOS]]), max_length=20)
+    assert trajectory.truncated and trajectory.token_ids.tolist()[-3:] == [A, B, EOS]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("chat/completions", {"messages": []}, "messages must be a list of messages"),
+        ("chat/completions", {"messages": [user("x")], "stream": True}, "stream=True is not supported"),
+        ("chat/completions", {"messages": [user("x")], "n": 2}, "n=2 is not supported"),
+        ("chat/completions", {"messages": [{"role": "bad", "content": "x"}]}, "template refuses .*: unknown role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            r"content of type \['image_url'\] is not supported",
+        ),
+        ("completions", {"prompt": ["a", "b"]}, "prompt must be one text"),
+        ("completions", [], "the body must be a JSON object"),
+        ("completions", "{", "Expecting"),
+    ],
+)
+def test_requests_that_can_not_be_served_say_why(path: str, body: Any, words: str) -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt)])
+        async with aiohttp.ClientSession() as session:
+            payload = {"data": body} if isinstance(body, str) else {"json": body}
+            async with session.post(f"{client.base_url}{path}", **payload) as response:
+                assert response.status == 400
+                message = (await response.json())["error"]["message"]
+        assert re.search(words, message), message
+        return 1.0
+
+    assert one(play, ScriptedEngine([[A, EOS]])).reward == 1.0
+
+
+def test_an_episode_that_is_over_answers_no_more() -> None:
+    urls = []
+
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt)])
+        if urls:
+            late = openai.AsyncOpenAI(base_url=urls[0], api_key="none", max_retries=0)
+            with pytest.raises(openai.BadRequestError, match="this episode is over"):
+                await ask(late, [user(prompt)])
+            await late.close()
+        urls.append(str(client.base_url))
+        return 1.0
+
+    async def run() -> None:
+        executor = Executor(play)
+        spec = EpisodeSpec(sampling=SamplingParams(), max_length=99, tokenizer=TOK, executor=executor)
+        engine = ScriptedEngine(lambda ids, sampling: [A, EOS])
+        for _ in range(2):
+            await run_group(item(TOK, "hi"), 1, engine, spec)
+        await executor.close()
+
+    asyncio.run(run())
+    assert len(set(urls)) == 2
+
+
+def test_engine_trouble_ends_the_episode_even_if_the_agent_hides_it() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        with pytest.raises(openai.InternalServerError, match="generation engine failed"):
+            await ask(client, [user(prompt)])
+        return 0.0
+
+    with pytest.raises(EngineError, match="prompt 4 sample 0: the generation engine failed: RuntimeError: gone"):
+        one(play, ScriptedEngine([RuntimeError("gone")]), on_agent_failure="drop")
+
+
+def test_an_agent_that_never_asks_is_named() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        return 1.0
+
+    with pytest.raises(AgentError, match=r"prompt 4 sample 0: Executor.run\(\) ended without a single reply"):
+        one(play, ScriptedEngine([]))
