@@ -59,14 +59,14 @@ class CorrectionSettings:
             raise ValueError(f"correction gating {self.gating} has an upper bound only; LOW must be 0")
 
     @classmethod
-    def from_type(cls, name: str, low: float, high: float) -> CorrectionSettings:
+    def from_type(cls, name: str, low: float, high: float, gating: str = "ratio") -> CorrectionSettings:
         """Settings of ``tis``, ``icepop`` or ``seq-mask-tis``."""
         if name not in CORRECTION_TYPES:
             raise ValueError(
                 f"unknown --vllm_is_correction_type {name!r}; known: {', '.join(CORRECTION_TYPES)}"
             )
         level, mode = CORRECTION_TYPES[name]
-        return cls(level=level, mode=mode, low=low, high=high)
+        return cls(level=level, mode=mode, gating=gating, low=low, high=high)
 
 
 @dataclass(frozen=True)

@@ -284,7 +284,7 @@ CORRECTIONS = [
     CorrectionSettings.from_type("icepop", 0.8, 1.2),
     CorrectionSettings.from_type("seq-mask-tis", 0.8, 1.2),
     CorrectionSettings(level="token", mode="mask", gating="binary_kl", low=0, high=0.02),
-    CorrectionSettings(level="token", mode="mask", gating="tv", low=0, high=0.1),
+    CorrectionSettings.from_type("icepop", 0, 0.1, gating="tv"),
     CorrectionSettings(level="seq", mode="mask", gating="binary_kl", low=0, high=0.02),
     CorrectionSettings(level="seq", mode="mask", gating="tv", low=0, high=0.1),
 ]
