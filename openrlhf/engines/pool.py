@@ -109,12 +109,27 @@ class EnginePool:
         """Raises WorkerError when an engine is dead."""
         self.group.call("health")
 
+    def pop_metrics(self) -> dict[str, float]:
+        """Reward counts (summed) and latencies (mean of the engines', or largest) since the last call."""
+        parts = self.group.call("pop_metrics")
+        merged: dict[str, list[float]] = {}
+        for part in parts:
+            for name, value in part.items():
+                merged.setdefault(name, []).append(value)
+        return {name: _combine(name, values) for name, values in merged.items()}
+
     def weight_digests(self) -> list[list[dict[str, str]]]:
         return self.group.call("weight_digests")
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Stop the engines' processes in order."""
         self.group.call("shutdown", timeout=timeout)
+
+
+def _combine(name: str, values: list[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    return sum(values) / len(values) if name.endswith("_mean") else sum(values)
 
 
 def start_engines(cfg: PPOConfig, cluster: Cluster, *, device_type: str, transport: str, log_dir: str) -> EnginePool:

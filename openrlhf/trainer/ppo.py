@@ -113,7 +113,9 @@ class PPOTrainer:
             collected = self._roll_out()
             if not collected.groups:
                 break
-            metrics = {**collected.metrics(), **self._train_on(collected.groups)}
+            metrics = {**collected.metrics(), **self.system.engines.pop_metrics()}
+            metrics["rollout/lost_samples"] = float(sum(len(group.failures) for group in collected.groups))
+            metrics.update(self._train_on(collected.groups))
             self.global_step += 1
             self._after_update(metrics)
         self._save_final()
@@ -141,8 +143,7 @@ class PPOTrainer:
                 "timing/step_total": sum(seconds.values()),
             }
         )
-        if self.global_step % self.cfg.logging_steps == 0:
-            self.logger.log("train", self.global_step, metrics)
+        self.logger.log("train", self.global_step, metrics)
         figures = {name: metrics[name] for name in SUMMARY if name in metrics}
         self.console.step_line(self.global_step, self.total_rollouts, figures)
         if self.cfg.eval_steps > 0 and self.global_step % self.cfg.eval_steps == 0:
@@ -193,6 +194,7 @@ class PPOTrainer:
             with self.console.phase("train"):
                 metrics = self._optimize(experience, plan)
         metrics.update(self._rollout_figures(experience, summary))
+        self._show_sample(experience.trajectories[0])
         kl = metrics.get("kl")
         metrics["kl_coef"] = self.kl.value
         if kl is not None:
@@ -256,6 +258,11 @@ class PPOTrainer:
         if summary.kl is not None:
             metrics["kl"] = summary.kl
         return metrics
+
+    def _show_sample(self, trajectory: Trajectory) -> None:
+        """One sample of the rollout, for TensorBoard and W&B."""
+        text = str(trajectory.metadata.get("prompt", "")) + str(trajectory.metadata.get("response", ""))
+        self.logger.log_text(self.global_step + 1, text, float(trajectory.reward or 0.0))
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,195 @@
+"""The layout never changes the answer: ranks, ZeRO stages and engines, on real Ray, DeepSpeed and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ppo_helpers import ppo_arguments, write_prompts, write_reward
+
+from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.config import PPOConfig, parse_cli
+from openrlhf.datasets.prompts import load_prompts
+from openrlhf.engines.pool import EnginePool
+from openrlhf.engines.rollouts import RolloutSpec
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.rollout.episodes import Group
+from openrlhf.trainer.experience import (
+    POLICY_COLUMNS,
+    Experience,
+    add_advantages,
+    collect,
+    forward_batches,
+    optimizer_steps,
+    step_batches,
+    token_outputs,
+)
+from openrlhf.trainer.ppo import probe_ids, training_sampling
+from openrlhf.trainer.prompt_stream import PromptStream
+from openrlhf.trainer.system import PPOSystem, start_system
+from openrlhf.trainer.weight_check import WeightCheck, WeightMismatchError
+from openrlhf.utils.tiny_model import make_tiny_model
+from openrlhf.workers.cluster import Cluster, create_cluster, disconnect
+from openrlhf.workers.group import WorkerGroup
+from openrlhf.workers.model_worker import form_groups, start_group
+from openrlhf.workers.placement import Group as DeviceGroup
+from openrlhf.workers.placement import PlacementPlan, Role
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+START = 400.0
+
+
+@dataclass
+class Stack:
+    """Two engines, an actor of one rank (ZeRO-0) and one of two ranks (ZeRO-3), and one rollout."""
+
+    cfg: PPOConfig
+    system: PPOSystem
+    sharded: WorkerGroup
+    sharded_cfg: PPOConfig
+    groups: list[Group]
+    probe: list[int]
+
+    @property
+    def engines(self) -> EnginePool:
+        return self.system.engines
+
+
+def _start_sharded(cfg: PPOConfig, log_dir: Path) -> tuple[WorkerGroup, Cluster]:
+    plan = PlacementPlan((DeviceGroup((Role("actor", 2),)),), "CPU")
+    cluster = create_cluster(plan, START)
+    group = start_group("actor", cluster, str(log_dir), START)
+    for call in form_groups([group], START):
+        call.result(START)
+    group.call("load", cfg, 10)
+    return group, cluster
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("layouts")
+    model = make_tiny_model(folder / "model", tie=True)
+    arguments = ppo_arguments(
+        model, write_prompts(folder / "prompts.jsonl"), folder / "out", reward=write_reward(folder / "reward.py")
+    )
+    cfg = parse_cli(
+        "train_ppo_ray", [*arguments, "--vllm_num_engines", "2", "--zero_stage", "0", "--init_kl_coef", "0"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")
+        system = start_system(
+            cfg,
+            RolloutSpec(cfg, replace(training_sampling(cfg), logprobs=True)),
+            actor_steps=10,
+            log_dir=folder / "logs",
+            report=print,
+        )
+        sharded_cfg = replace(cfg, zero_stage=3, micro_train_batch_size=2, packing_samples=True)
+        sharded, cluster = _start_sharded(sharded_cfg, folder / "sharded_logs")
+        rows = load_prompts(cfg, load_tokenizer(model), max_tokens=32)
+        sampling = replace(training_sampling(cfg), logprobs=True)
+        prompts = PromptStream(rows, cfg.seed, 1).take(8)
+        groups = list(system.engines.run_groups(prompts, 4, sampling, START))
+        yield Stack(cfg, system, sharded, sharded_cfg, groups, probe_ids(rows, 40))
+        sharded.kill()
+        cluster.remove()
+        system.close()
+        disconnect()
+
+
+def _experience(stack: Stack, group: WorkerGroup, cfg: PPOConfig) -> Experience:
+    experience = collect([g.trajectories for g in stack.groups])
+    sequences = [t.token_ids for t in experience.trajectories]
+    batches = forward_batches(sequences, len(group), cfg)
+    outputs = group.call("forward", per_rank=batches)
+    experience.columns["old_logprobs"] = token_outputs(batches, outputs, len(sequences))
+    add_advantages(experience, cfg, 0.0)
+    return experience
+
+
+def _train(experience: Experience, group: WorkerGroup, cfg: PPOConfig) -> list[dict[str, float]]:
+    """Metrics of each optimizer step."""
+    plan = optimizer_steps([t.group_id for t in experience.trajectories], replace(cfg, max_epochs=2), seed=(1,))
+    figures = []
+    for step in plan:
+        batches = step_batches(experience, [step], len(group), cfg, POLICY_COLUMNS, 0.0)
+        figures.append(MetricSum.merged(group.call("train", per_rank=batches)).values())
+    return figures
+
+
+def test_every_prompt_was_sampled_by_one_of_two_engines(stack: Stack) -> None:
+    assert sorted(group.item.group_id for group in stack.groups) == list(range(8))
+    for group in stack.groups:
+        assert [t.sample_index for t in group.trajectories] == [0, 1, 2, 3]
+        for trajectory in group.trajectories:
+            assert list(trajectory.token_ids[: len(group.item.token_ids)]) == list(group.item.token_ids)
+            assert trajectory.response_length >= 1
+            assert trajectory.reward is not None
+            assert trajectory.metadata["label"] == group.item.label
+
+
+def test_samples_depend_on_their_seed_not_on_the_engine(stack: Stack) -> None:
+    # In the other order the engines get other prompts; every sample must be the same.
+    items = sorted((group.item for group in stack.groups), key=lambda item: -item.group_id)
+    sampling = replace(training_sampling(stack.cfg), logprobs=True)
+    again = {g.item.group_id: g for g in stack.engines.run_groups(items, 4, sampling, START)}
+    for group in stack.groups:
+        for first, second in zip(group.trajectories, again[group.item.group_id].trajectories, strict=True):
+            assert np.array_equal(first.token_ids, second.token_ids)
+
+
+def test_engine_and_trainer_agree_before_training(stack: Stack) -> None:
+    for group, cfg in ((stack.system.actor, stack.cfg), (stack.sharded, stack.sharded_cfg)):
+        experience = _experience(stack, group, cfg)
+        for t, old in zip(experience.trajectories, experience.columns["old_logprobs"], strict=True):
+            assert t.logprobs is not None
+            difference = np.abs(old.numpy() - t.logprobs)[t.action_mask]
+            assert difference.max() <= 1e-5
+
+
+def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both_engines(stack: Stack) -> None:
+    plain = _train(_experience(stack, stack.system.actor, stack.cfg), stack.system.actor, stack.cfg)
+    sharded = _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
+    assert len(plain) == len(sharded) == 4
+    for one, other in zip(plain, sharded, strict=True):
+        assert one.keys() == other.keys()
+        for name in ("policy_loss", "actor_grad_norm", "ppo_kl", "ppo_clip_ratio", "actor_lr"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5), name
+    assert any(abs(step["policy_loss"]) > 1e-3 for step in plain)
+    ends = [group.call("probe", stack.probe)[0] for group in (stack.system.actor, stack.sharded)]
+    assert np.abs(ends[0] - ends[1]).max() <= 1e-5
+
+    check = WeightCheck(stack.cfg, stack.system, stack.probe)
+    with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
+        check.run()  # the sync is left out
+    assert stack.system.sync_weights() < 60
+    assert check.run()["sync/logprob_diff_max"] <= 1e-5
+
+    # ZeRO-3 with two ranks sends the same weights.
+    _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
+    stack.sharded.call("connect_engines", stack.engines.group.handles, "gloo", 1, 120.0)
+    other = WeightCheck(stack.cfg, replace(stack.system, actor=stack.sharded), stack.probe)
+    with pytest.raises(WeightMismatchError):
+        other.run()
+    for _ in range(2):
+        stack.sharded.call("sync_weights")
+        assert other.run()["sync/logprob_diff_max"] <= 1e-5
+    digests = stack.engines.weight_digests()
+    assert digests[0] == digests[1]
+    assert ray.get(stack.engines.group.handles[0].health.remote()) is None
+
+
+def test_a_nan_in_an_advantage_stops_the_step_and_leaves_the_weights(stack: Stack) -> None:
+    before = stack.system.actor.call("probe", stack.probe)[0]
+    experience = _experience(stack, stack.system.actor, stack.cfg)
+    experience.columns["advantages"][3][-1] = float("nan")
+    with pytest.raises(Exception, match="not finite|NaN or infinite"):
+        _train(experience, stack.system.actor, stack.cfg)
+    after: Any = stack.system.actor.call("probe", stack.probe)[0]
+    assert np.array_equal(before, after)
