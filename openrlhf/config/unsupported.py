@@ -34,6 +34,15 @@ NOT_YET: dict[str, NotYet] = {
         "ring attention is not available",
         "use 1, and a shorter --max_len",
     ),
+    "ring_head_stride": NotYet(
+        lambda cfg: cfg.ring_head_stride != 1, "ring attention is not available", "leave it out"
+    ),
+    "check_weight_sync": NotYet(
+        lambda cfg: cfg.check_weight_sync,
+        "comparing every tensor is not available; after each sync engines and policy score a fixed text, and the "
+        "largest difference is the metric sync/logprob_diff_max",
+        "leave it out",
+    ),
     "ds_tensor_parallel_size": NotYet(
         lambda cfg: cfg.ds_tensor_parallel_size > 1,
         "tensor parallel training is not available",
@@ -45,11 +54,6 @@ NOT_YET: dict[str, NotYet] = {
     "image_key": NotYet(lambda cfg: cfg.image_key != "images", "training on images is not available", "leave it out"),
     "freeze_visual_encoder": NotYet(
         lambda cfg: cfg.freeze_visual_encoder, "training vision models is not available", "leave it out"
-    ),
-    "vllm_is_correction_gating": NotYet(
-        lambda cfg: cfg.vllm_is_correction_gating != "ratio",
-        "comparing divergences instead of the ratio is not available",
-        "leave it out",
     ),
     "optim": NotYet(lambda cfg: cfg.optim == "muon", "Muon is not available", "use --optim adam"),
     "critic_optim": NotYet(

@@ -10,6 +10,7 @@ import numpy as np
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.trainer.metrics_log import MetricsLogger
 
+from openrlhf.algorithms.correction import effective_sample_size
 from openrlhf.algorithms.kl import make_kl_controller
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig
@@ -165,6 +166,7 @@ class PPOTrainer:
             cfg.rollout_batch_size,
             self._filter,
             self.buffer,
+            first_draw=cfg.vllm_generate_batch_size or 0,
             max_rounds=cfg.dynamic_filtering_max_rounds if self._filter is not None else 1,
         )
 
@@ -248,7 +250,7 @@ class PPOTrainer:
             steps = step_batches(experience, plan, len(system.critic), cfg, VALUE_COLUMNS, 0.0)
             calls.append(system.critic.submit("train", per_rank=steps))
         parts: list[MetricSum] = list(itertools.chain.from_iterable(call.result(cfg.rollout_timeout) for call in calls))
-        return MetricSum.merged(parts).values()
+        return _with_effective_sample_size(MetricSum.merged(parts).values())
 
     def _rollout_figures(self, experience: Experience, summary: RolloutSummary) -> dict[str, float]:
         metrics = rollout_metrics(experience.trajectories, max_response_length=response_limit(self.cfg))
@@ -295,6 +297,14 @@ class PPOTrainer:
         with self.console.phase("save"), self.system.training():
             self.checkpoints.save_final()
         self.console.say(f"Saved the policy to {self.cfg.save_path}")
+
+
+def _with_effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """The share of tokens that the importance weights leave effective, in the place of their mean square."""
+    mean_square = metrics.pop("is_ratio_sq", None)
+    if mean_square is not None:
+        metrics["effective_sample_size"] = effective_sample_size(metrics["is_ratio"], mean_square)
+    return metrics
 
 
 def probe_ids(rows: Sequence[PromptRow], limit: int) -> list[int]:

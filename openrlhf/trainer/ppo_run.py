@@ -26,6 +26,7 @@ from openrlhf.trainer.reward_servers import wait_for_servers
 from openrlhf.trainer.system import start_system
 from openrlhf.trainer.weight_check import WeightMismatchError
 from openrlhf.workers.cluster import disconnect
+from openrlhf.workers.custom_algorithms import load_custom_algorithms
 from openrlhf.workers.group import WorkerError
 from openrlhf.workers.placement import PlacementError
 
@@ -62,6 +63,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     Raises:
         one of :data:`EXPLAINED`.
     """
+    load_custom_algorithms(cfg)
     for path in (cfg.pretrain, cfg.reward_pretrain, cfg.critic_pretrain):
         if path:
             check_model_folder(path)

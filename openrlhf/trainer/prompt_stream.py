@@ -28,7 +28,7 @@ class PromptStream:
         self._rows = rows
         self._seed = seed
         self._episodes = episodes
-        self._order: tuple[int, Sequence[int]] | None = None
+        self._order: tuple[int, list[int]] = (-1, [])
         self.consumed = 0
         """Prompts handed out so far, over all episodes."""
 
@@ -47,12 +47,12 @@ class PromptStream:
         if self.remaining <= 0:
             return []
         episode, position = divmod(self.consumed, len(self._rows))
-        if self._order is None or self._order[0] != episode:
-            self._order = (episode, epoch_permutation(len(self._rows), self._seed, episode))
+        if self._order[0] != episode:
+            self._order = (episode, epoch_permutation(len(self._rows), self._seed, episode).tolist())
         indices = self._order[1][position : position + count]
         items = []
         for offset, index in enumerate(indices):
-            row = self._rows[int(index)]
+            row = self._rows[index]
             items.append(
                 PromptItem(
                     prompt_id=row.prompt_id,

@@ -14,6 +14,7 @@ import ray
 from openrlhf.config import PPOConfig
 from openrlhf.utils.process import host_address, redirect_output
 from openrlhf.workers.cluster import Cluster
+from openrlhf.workers.custom_algorithms import load_custom_algorithms
 from openrlhf.workers.group import Member, PendingCall, WorkerGroup
 from openrlhf.workers.messages import StepBatch
 
@@ -189,6 +190,7 @@ class PolicyWorker(TrainedWorker):
         from openrlhf.workers.objectives import PolicyObjective
         from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
 
+        load_custom_algorithms(cfg)
         self.objective = PolicyObjective(cfg)
         model = load_causal_lm(cfg.model_path, cfg)
         return TrainEngine(
@@ -295,8 +297,10 @@ class ReferenceWorker(ModelWorker):
         from openrlhf.models.logprobs import PolicyModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
-        model = load_causal_lm(cfg.model_path, cfg)
-        return TrainEngine(PolicyModel(model, packing=cfg.packing_samples), cfg, optimizer=None, scheduler=None)
+        model = load_causal_lm(cfg.model_path, cfg, trainable=False)
+        return TrainEngine(
+            PolicyModel(model, packing=cfg.packing_samples), cfg, optimizer=None, param_offload=cfg.ref_offload
+        )
 
     def _forward_one(self, batch: MicroBatch) -> Any:
         return self.engine(batch, temperature=self.cfg.temperature).logprobs
@@ -311,9 +315,11 @@ class RewardWorker(ModelWorker):
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
         assert cfg.reward_pretrain is not None
-        model = load_sequence_regression(cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, init_head=False)
+        model = load_sequence_regression(
+            cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, init_head=False, trainable=False
+        )
         reward = RewardModel(model, packing=cfg.packing_samples, normalize=cfg.normalize_reward)
-        return TrainEngine(reward, cfg, optimizer=None, scheduler=None)
+        return TrainEngine(reward, cfg, optimizer=None, param_offload=cfg.reward_offload)
 
     def _forward_one(self, batch: MicroBatch) -> Any:
         return self.engine(batch)

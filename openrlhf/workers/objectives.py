@@ -44,7 +44,7 @@ def correction_settings(cfg: PPOConfig) -> CorrectionSettings | None:
     if not cfg.enable_vllm_is_correction:
         return None
     low, high = cfg.vllm_is_truncated_threshold
-    return CorrectionSettings.from_type(cfg.vllm_is_correction_type, low, high)
+    return CorrectionSettings.from_type(cfg.vllm_is_correction_type, low, high, gating=cfg.vllm_is_correction_gating)
 
 
 class PolicyObjective:

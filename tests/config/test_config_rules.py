@@ -491,7 +491,6 @@ class TestOthers:
         assert set(found) == {flag} and sentence in found[flag]
 
     def test_gating(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "vllm_is_correction_gating", raising=False)
         found = violations(PPO, "--use_icepop", "--vllm_is_correction_gating", "tv")
         assert "upper bound only" in found["vllm_is_truncated_threshold"]
         flags = "--enable_vllm_is_correction --vllm_is_correction_gating tv".split()
