@@ -59,7 +59,8 @@ class CollectedGroups:
     """The groups of one step, in the order their prompts were drawn, and what it took to get them.
 
     Attributes:
-        groups: at most the target number; fewer only where the data ran out.
+        groups: at most the target number; fewer only where the data ran out, or, without a filter, where the
+            limit on draws was reached because samples failed.
         seen: groups that finished, buffered ones not counted.
         kept: those of them that passed the filter.
         dropped: number of the others, by reason.
@@ -170,11 +171,13 @@ class GroupCollector:
         """Returns the step's groups and puts surplus ones into the buffer.
 
         Raises:
-            NoLearnableGroups: the limit on draws was reached, or the data ran out with nothing kept.
+            NoLearnableGroups: a filter left too few groups within the limit on draws, or nothing was kept.
         """
         drawn = sorted(self._kept.values(), key=lambda group: self._order[group.item.group_id])
         groups = [*self._from_buffer, *drawn]
-        if len(groups) < self._target and (not self._exhausted or (self._seen and not groups)):
+        # Without a filter groups get lost by failures only; those failures have a policy and counts of their own.
+        gave_up = self._filter is not None and not self._exhausted
+        if len(groups) < self._target and (gave_up or (self._seen and not groups)):
             for group in groups:
                 self._buffer.put(group)
             raise NoLearnableGroups(self._explain(len(groups)))

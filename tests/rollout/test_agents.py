@@ -83,6 +83,7 @@ def test_sampled_ids_are_never_encoded_again() -> None:
     assert [s["observation_text"] for s in cls.seen] == ["q", "qabc"]
     assert [s["action_text"] for s in cls.seen] == ["ab", "b"]
     assert all(s["label"] == "gold" for s in cls.seen)
+    assert all(s["sampling_params"].max_tokens is None for s in cls.seen)
 
 
 @pytest.mark.parametrize("reward", [0.5, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([0.5])])
@@ -270,6 +271,17 @@ def test_log_probs_that_an_executor_forgot_come_from_the_engine(tmp_path: Path) 
     assert one(executor, ScriptedEngine([[A, EOS]]), sampling=SamplingParams()).logprobs is None
 
 
+def test_log_probs_are_recorded_even_if_an_agent_switches_them_off() -> None:
+    class Quiet(AgentExecutorBase):
+        async def execute(self, sampling_params: Any, llm_engine: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            sampling_params.logprobs = None
+            output = (await llm_engine.generate([A], sampling_params)).outputs[0]
+            return {"observation_tokens": [A, *output.token_ids], "action_ranges": [(1, 3)]}
+
+    trajectory = one(Quiet(), ScriptedEngine([[A, EOS]]))
+    assert trajectory.logprobs is not None and trajectory.logprobs[1] == -0.5
+
+
 def test_ids_that_were_not_sampled_are_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     body = "out.token_ids = hf_tokenizer.encode(out.text)"
     executor = user_executor(tmp_path, logprobs="None", body=body)
@@ -416,6 +428,17 @@ def test_engine_trouble_is_not_blamed_on_the_agent(tmp_path: Path) -> None:
 
     with pytest.raises(EngineError, match="gone"):
         play(Hides(), ScriptedEngine([RuntimeError("gone")]), on_agent_failure="drop")
+
+
+def test_an_agent_may_try_a_failed_request_again() -> None:
+    class Stubborn(AgentExecutorBase):
+        async def execute(self, sampling_params: Any, llm_engine: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+            with pytest.raises(EngineError, match="gone"):
+                await llm_engine.generate([A], sampling_params)
+            output = (await llm_engine.generate([A], sampling_params)).outputs[0]
+            return {"observation_tokens": [A, *output.token_ids], "action_ranges": [(1, 3)]}
+
+    assert one(Stubborn(), ScriptedEngine([RuntimeError("gone"), [A, EOS]])).response_length == 2
 
 
 def test_wrong_arguments_to_generate_are_named() -> None:

@@ -174,6 +174,14 @@ def test_without_a_filter_only_empty_groups_are_replaced() -> None:
     assert "dynamic_filtering_pass_rate" not in collected.metrics()
 
 
+def test_without_a_filter_lost_groups_do_not_stop_the_run() -> None:
+    collected, drawn = run(lambda i: [] if i == 5 else [1.0], data=99, target=8, filtering=False, max_rounds=1)
+    assert ids(collected.groups) == [0, 1, 2, 3, 4, 6, 7] and drawn == list(range(8))
+    assert collected.dropped == {"no_samples": 1} and not collected.exhausted
+    with pytest.raises(NoLearnableGroups, match=r"0 of 2 groups after 2 were seen.*dropped: no_samples 2"):
+        run(lambda i: [], data=99, target=2, filtering=False, max_rounds=1)
+
+
 def test_the_collector_checks_its_callers() -> None:
     collector = GroupCollector(2, None, RolloutBuffer())
     assert collector.wants() == 2 and not collector.complete

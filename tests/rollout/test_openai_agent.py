@@ -178,6 +178,21 @@ def test_concurrent_requests_and_samples_do_not_mix() -> None:
         assert echoed == [trajectory.token_ids[2], EOS]
 
 
+def test_a_row_is_continued_by_one_request_at_a_time() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        history = [user(prompt)]
+        await ask(client, history)
+        history += [assistant("ab"), user("more")]
+        await asyncio.gather(ask(client, history), ask(client, history))
+        return 1.0
+
+    engine = ScriptedEngine([[A, B, EOS], [A, EOS], [B, EOS]], delays=[0, 0.05, 0.05])
+    trajectory = one(play, engine)
+    assert trajectory.extra_logs["conversations"] == 2.0
+    for prompt in engine.prompts[1:]:
+        assert TOK.decode(prompt) == "U:hi<eos>\nA:ab<eos>\nU:more<eos>\nA:"
+
+
 def test_a_full_context_is_refused_and_counts_as_truncated() -> None:
     async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
         await ask(client, [user(prompt)])

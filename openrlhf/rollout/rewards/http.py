@@ -102,8 +102,6 @@ class HTTPReward:
         Raises:
             RewardError: a server refused, replied nonsense, or none answered after all tries.
         """
-        if not batch:
-            return []
         size = 1 if self._one_by_one else self.options.batch_size
         chunks = [batch[start : start + size] for start in range(0, len(batch), size)]
         parts = await gather_all([self._score_chunk(chunk) for chunk in chunks])

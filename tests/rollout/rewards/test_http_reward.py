@@ -200,6 +200,18 @@ def test_many_calls_share_few_connections_and_lose_nothing() -> None:
     with_servers([slow], use, HTTPOptions(max_connections=8))
 
 
+def test_waiting_for_a_connection_is_not_held_against_the_server() -> None:
+    async def slow(body: dict[str, Any]) -> web.Response:
+        await asyncio.sleep(0.1)
+        return label_server(body)
+
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        results = await asyncio.gather(*(reward.score([request]) for request in requests(20)))
+        assert len(results) == 20 and reward.retries == 0
+
+    with_servers([slow], use, HTTPOptions(max_connections=1, timeout=1.0, max_tries=1))
+
+
 def test_load_goes_to_the_least_busy_server() -> None:
     async def run() -> None:
         free = asyncio.Event()
