@@ -112,6 +112,17 @@ def _quiet_progress_bars() -> None:
         transformers.utils.logging.disable_progress_bar()
 
 
+@contextlib.contextmanager
+def _no_load_report() -> Iterator[None]:
+    """transformers prints a table of missing weights; callers here decide about them, and say so in a line."""
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+
+
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
@@ -221,7 +232,7 @@ def _from_pretrained(
     dropout = _silence_dropout(config, path)
     attention = resolve_attention(opts.attn_implementation, opts.packing_samples)
     try:
-        with _zero3_loading(path, opts, zero3_init):
+        with _zero3_loading(path, opts, zero3_init), _no_load_report():
             model, info = auto_class.from_pretrained(
                 path,
                 config=config,

@@ -53,7 +53,7 @@ def _layout(batch: MicroBatch, packed: bool) -> tuple[dict[str, Any], Tensor | N
 class _Backbone(nn.Module):
     """A transformers model whose hidden states are read in packed order."""
 
-    def __init__(self, model: nn.Module, packing: bool) -> None:
+    def __init__(self, model: nn.Module, packing: bool = True) -> None:
         super().__init__()
         self.model = model
         self.packing = packing

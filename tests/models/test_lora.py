@@ -1,0 +1,92 @@
+"""Adapters: only they train, they are merged for engines, and saved alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_cases import options, packed, sequences
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from openrlhf.models import PolicyModel, ValueModel, load_causal_lm, load_sequence_regression
+from openrlhf.models.export import exported_weights
+from openrlhf.models.loading import write_hf_folder
+from openrlhf.utils.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("lora"), "qwen2")
+
+
+def with_adapters(folder: str, **changes: object) -> torch.nn.Module:
+    """A LoRA model whose adapters are not zero."""
+    torch.manual_seed(0)
+    model = load_causal_lm(folder, options(lora_rank=4, **changes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def test_only_adapters_train(folder: str) -> None:
+    model = with_adapters(folder)
+    trainable = [n for n, p in model.named_parameters() if p.requires_grad]
+    assert trainable and all("lora_" in n for n in trainable)
+    assert not any("lm_head" in n for n in trainable)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradients_reach_the_adapters_with_checkpointing(folder: str, reentrant: bool) -> None:
+    model = with_adapters(folder, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=reentrant).train()
+    PolicyModel(model)(packed(sequences())).logprobs.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and float(parameter.grad.abs().sum()) > 0, name
+
+
+def test_exported_weights_are_merged_and_named_as_the_base_model(folder: str, tmp_path: Path) -> None:
+    model = with_adapters(folder)
+    batch = packed(sequences())
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    weights = {w.name: w.build() for w in exported_weights(model)}
+    assert set(weights) == {name for name, _ in plain.named_parameters()}
+    assert all(w.shape == tuple(weights[w.name].shape) for w in exported_weights(model))
+    write_hf_folder(plain, weights, tmp_path / "merged")
+    merged = PolicyModel(load_causal_lm(str(tmp_path / "merged"), options()))
+    with torch.no_grad():
+        base = PolicyModel(load_causal_lm(folder, options()))(batch).logprobs
+        expected = PolicyModel(model.eval())(batch).logprobs
+        torch.testing.assert_close(merged(batch).logprobs, expected, atol=1e-5, rtol=0)
+    assert float((base - expected).abs().max()) > 1e-3
+
+
+def test_saved_adapter_loads_with_stock_peft(folder: str, tmp_path: Path) -> None:
+    model = with_adapters(folder)
+    adapters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    write_hf_folder(model, adapters, tmp_path / "adapter")
+    names = {p.name for p in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "config.json"} <= names
+    assert "model.safetensors" not in names
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter")
+    ids = sequences((6,))[0][None]
+    with torch.no_grad():
+        expected = PolicyModel(model.eval())(packed([ids[0]])).logprobs[1:]
+        logits = stock(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    torch.testing.assert_close(logits.gather(1, ids[0, 1:, None])[:, 0], expected, atol=1e-5, rtol=0)
+
+
+def test_value_head_trains_in_full_beside_adapters(folder: str) -> None:
+    model = load_sequence_regression(folder, options(lora_rank=4))
+    ValueModel(model)(packed(sequences())).sum().backward()
+    head = [p for n, p in model.named_parameters() if "score" in n and p.requires_grad]
+    assert len(head) == 1 and head[0].grad is not None and float(head[0].grad.abs().sum()) > 0
+    assert "score.weight" in {w.name for w in exported_weights(model)}
+
+
+def test_unknown_target_module_is_an_error(folder: str) -> None:
+    with pytest.raises(ValueError, match="nonexistent"):
+        load_causal_lm(folder, options(lora_rank=4, target_modules=["nonexistent"]))

@@ -1,0 +1,168 @@
+"""The engine on real DeepSpeed, with one and two gloo ranks (engine_cases.py runs; here the results are judged)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.utils.process import free_port
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = Path(__file__).parent / "engine_cases.py"
+RANKS = (2, 1)  # two first: the one rank then tries to resume from their checkpoint
+STAGES = range(4)
+DEADLINE_S = 600
+
+
+@pytest.fixture(scope="module")
+def all_results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("engine")
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
+    results = {}
+    for ranks in RANKS:
+        port = free_port("127.0.0.1")
+        logs = [open(folder / f"log_{ranks}_{rank}.txt", "w+") for rank in range(ranks)]
+        running = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(rank), str(ranks), str(port), str(folder)],
+                env=env,
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [process.wait(timeout=DEADLINE_S) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+            for log in logs:
+                log.close()
+        tails = "\n".join((folder / f"log_{ranks}_{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+        assert codes == [0] * ranks, tails
+        results[ranks] = json.loads((folder / f"results_{ranks}.json").read_text())
+    return results
+
+
+@pytest.fixture(params=RANKS, ids=lambda ranks: f"ranks{ranks}")
+def results(request: pytest.FixtureRequest, all_results: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return all_results[request.param]
+
+
+def largest_difference(got: list[list[float]], expected: list[list[float]]) -> float:
+    """Relative, over losses, gradient norms and rates of all steps."""
+    pairs = [(a, b) for x, y in zip(got, expected, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *(f"zero{stage}" for stage in STAGES),
+        "zero2 padded",
+        "zero2 overlap_comm",
+        "zero2 checkpointing",
+        "zero3 checkpointing",
+        "zero3 reentrant",
+        "zero2 adam_offload",
+    ],
+)
+def test_same_losses_and_norms_as_a_plain_loop(results: dict[str, Any], variant: str) -> None:
+    """F06: ranks, uneven and empty micro-batches and the ZeRO stage change nothing."""
+    assert largest_difference(results[f"steps {variant}"], results["plain"]) < 1e-6
+
+
+@pytest.mark.parametrize("variant", [*(f"zero{stage} bf16" for stage in STAGES), "zero2 bf16 fp32 gradients"])
+def test_bf16_follows_the_plain_loop(results: dict[str, Any], variant: str) -> None:
+    assert largest_difference(results[f"steps {variant}"], results["plain"]) < 0.02
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_tied_weights_and_adapters_train_alike(results: dict[str, Any], kind: str, stage: int) -> None:
+    # Adam divides by the size of the gradient, so rounding shows where gradients are close to 0
+    assert largest_difference(results[f"{kind} zero{stage}"], results[f"plain {kind}"]) < 1e-5
+
+
+def test_partitioned_loading_gives_the_same_model(results: dict[str, Any]) -> None:
+    assert results["zero3_init equal"]
+    assert results["zero3_init steps"] == pytest.approx([row[0] for row in results["plain tied"]], rel=1e-6)
+
+
+def test_value_head_is_initialised_and_saved_under_zero3(results: dict[str, Any]) -> None:
+    """F54."""
+    assert results["zero3_init head"]["equal"] and results["zero3_init head"]["std"] > 0.05
+    assert results["reward reload"] < 1e-5
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_resume_is_exact(results: dict[str, Any], stage: int) -> None:
+    got = results[f"checkpoint zero{stage}"]
+    assert got["state"] == {"consumed_samples": 12, "nested": {"a": [1]}}
+    assert got["steps"] == 4 and got["latest"] == "global_step2"
+    assert got["figures"] and got["weights"] and got["noise"], got
+
+
+def test_rotation_keeps_the_newest_and_the_best(results: dict[str, Any]) -> None:
+    assert results["rotated"] == ["global_step3", "global_step4", "best_global_step4"]
+    assert results["rotated latest"] == "best_global_step4"
+    assert results["leftovers"] == []
+
+
+def test_checkpoints_of_another_setup_are_refused(all_results: dict[int, dict[str, Any]]) -> None:
+    for results in all_results.values():
+        assert "--zero_stage was 2, is 3" in results["other stage"]
+        assert "no checkpoint to resume from" in results["nothing there"]
+    message = all_results[1]["other ranks"]
+    assert "written by 2 ranks and this run has 1" in message and "--use_ds_universal_ckpt" in message
+
+
+def test_flags_of_the_new_run_hold_after_a_resume(results: dict[str, Any]) -> None:
+    # two steps are done; the third of ten on a line from 5e-3 to 0
+    assert results["rate after resume"] == pytest.approx(5e-3 * 0.7)
+    assert results["decay after resume"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "setup", ["zero0 fp32", "zero1 fp32", "zero2 fp32", "zero3 fp32", "zero0 bf16", "zero2 bf16", "zero3 bf16"]
+)
+def test_nan_stops_all_ranks_before_the_weights_change(results: dict[str, Any], setup: str) -> None:
+    """F41."""
+    assert "step 2" in results[f"nan loss {setup}"] and "loss is NaN" in results[f"nan loss {setup}"]
+    assert "step 2" in results[f"nan gradient {setup}"] and "gradient norm" in results[f"nan gradient {setup}"]
+    assert results[f"weights after nan {setup}"]
+    assert results[f"goes on {setup}"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_leave_the_engine_whole(results: dict[str, Any], stage: int) -> None:
+    got = results[f"export zero{stage}"]
+    assert got["meta"] and got["buckets"] and got["limit"], got
+    assert got["tied once"] == ["model.embed_tokens.weight"]
+    assert results[f"names zero{stage}"]
+    assert results[f"reload zero{stage}"] < 1e-5
+
+
+def test_adapter_is_saved_whole_under_zero3(results: dict[str, Any]) -> None:
+    """F54."""
+    assert results["adapter"]
+
+
+def test_broken_weights_are_not_saved(results: dict[str, Any], all_results: dict[int, dict[str, Any]]) -> None:
+    assert "refusing to save" in results["broken"]
+    assert results["broken heard"] == (1 if results is all_results[1] else 2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_inference_engine(results: dict[str, Any], stage: int, offload: bool) -> None:
+    assert results[f"inference zero{stage} offload={offload}"] < 1e-6
