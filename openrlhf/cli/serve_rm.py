@@ -1,0 +1,31 @@
+"""``python -m openrlhf.cli.serve_rm``: a reward model behind HTTP."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config import parse_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and check the flags, then serve until SIGTERM or Ctrl-C.
+
+    Returns:
+        The exit status: 0, or 1 for a failure that was explained.
+    """
+    cfg = parse_cli("serve_rm", list(sys.argv[1:] if argv is None else argv))
+    from openrlhf.models.attention import PackingError
+    from openrlhf.models.loading import ModelLoadError
+    from openrlhf.serve.server import serve
+    from openrlhf.tools.errors import ToolError
+
+    try:
+        return serve(cfg)
+    except (ModelLoadError, PackingError, ToolError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A reward model behind HTTP."""

@@ -1,0 +1,1 @@
+"""The small commands: merging adapters, converting checkpoints, batch inference."""
