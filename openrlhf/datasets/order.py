@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from openrlhf.datasets.sources import DataError
+
 
 def epoch_permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """int64 ``[num_rows]``: the order of the rows in an epoch, a function of the arguments only."""
@@ -62,13 +64,13 @@ class ResumableOrder:
         """Go on where another run stopped.
 
         Raises:
-            ValueError: the data or the seed are not those of that run, so its order can't be continued.
+            DataError: the data or the seed are not those of that run, so its order can't be continued.
         """
         if state["num_rows"] != self.num_rows:
-            raise ValueError(
+            raise DataError(
                 f"the checkpoint was written with {state['num_rows']} usable rows, and now there are {self.num_rows}: "
                 "resume with the same data and the same length limits"
             )
         if state["seed"] != self.seed:
-            raise ValueError(f"the checkpoint was written with --seed {state['seed']}, not {self.seed}")
+            raise DataError(f"the checkpoint was written with --seed {state['seed']}, not {self.seed}")
         self.consumed = int(state["consumed"])

@@ -86,7 +86,7 @@ class SFTDataset:
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 ``[T]`` and loss mask bool ``[T]``; the first token is never in the mask."""
         row = self._rows[index]
-        return row["token_ids"], row["loss_mask"]
+        return row["token_ids"].astype(np.int32), row["loss_mask"]
 
     def fetch(self, indices: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Several rows."""

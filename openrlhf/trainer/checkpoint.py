@@ -40,7 +40,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit this run.
-            ValueError: the data is not the same.
+            DataError: the data is not the same.
         """
         if not self._cfg.load_checkpoint:
             return None

@@ -1,0 +1,254 @@
+"""Rows of SFT: which tokens, and exactly which of them are learnt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from data_cases import BOS_TEMPLATE, letters, merging
+from datasets import Dataset
+
+from openrlhf.config import SFTConfig
+from openrlhf.datasets.sft import (
+    EMPTY_PROMPT,
+    EMPTY_RESPONSE,
+    TOO_LONG,
+    SFTFormat,
+    Tokenized,
+    build_sft_dataset,
+    tokenize_sft_row,
+)
+from openrlhf.datasets.sources import DataError
+
+USER, ASSISTANT = "user", "assistant"
+
+
+def style(**changes: Any) -> SFTFormat:
+    values: dict[str, Any] = {
+        "input_key": "input",
+        "output_key": "output",
+        "input_template": None,
+        "apply_chat_template": False,
+        "multiturn": False,
+        "pretrain_mode": False,
+        "max_len": 100,
+    }
+    return SFTFormat(**{**values, **changes})
+
+
+def learnt(row: Tokenized, tokenizer: Any) -> str:
+    return tokenizer.decode([t for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m])
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_exactly_the_response_and_one_eos_are_learnt() -> None:
+    """F23: prompt of 3, response of 3 and EOS."""
+    tokenizer = letters(eos="<eos>")
+    row = tokenize_sft_row({"input": "abc", "output": "def"}, 0, style(), tokenizer)
+    assert tokenizer.decode(row.token_ids) == "abcdef<eos>"
+    assert row.loss_mask == [False] * 3 + [True] * 4
+    cut = tokenize_sft_row({"input": "abc", "output": "def"}, 0, style(max_len=5), tokenizer)
+    assert tokenizer.decode(cut.token_ids) == "abcde" and sum(cut.loss_mask) == 2
+
+
+def test_eos_that_is_there_is_not_doubled() -> None:
+    tokenizer = letters(eos="<eos>")
+    row = tokenize_sft_row({"input": "a", "output": "b<eos>\n"}, 0, style(), tokenizer)
+    assert tokenizer.decode(row.token_ids) == "ab<eos>"
+
+
+def test_input_template_goes_round_the_prompt() -> None:
+    tokenizer = letters(eos="<eos>")
+    row = tokenize_sft_row({"input": "hi", "output": "ho"}, 0, style(input_template="User: {}\nAssistant: "), tokenizer)
+    assert tokenizer.decode(row.token_ids) == "User: hi\nAssistant: ho<eos>"
+    assert learnt(row, tokenizer) == "ho<eos>"
+
+
+def test_prompt_is_tokenised_as_at_generation_time() -> None:
+    """A token over the border of prompt and response can't be sampled, so it isn't trained on."""
+    tokenizer = merging("xy")
+    row = tokenize_sft_row({"input": "ax", "output": "yb"}, 0, style(), tokenizer)
+    prompt = tokenizer("ax", add_special_tokens=False)["input_ids"]
+    assert row.token_ids[: len(prompt)] == prompt
+    assert len(row.token_ids) == 5 and row.loss_mask == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_one_bos_without_a_template(adds_bos: bool) -> None:
+    """F27."""
+    tokenizer = letters(eos="<eos>", adds_bos=adds_bos)
+    row = tokenize_sft_row({"input": "ab", "output": "c"}, 0, style(), tokenizer)
+    assert row.token_ids.count(tokenizer.bos_token_id) == int(adds_bos)
+    assert (row.token_ids[0] == tokenizer.bos_token_id) is adds_bos
+    given = tokenize_sft_row({"input": "<bos>ab", "output": "c"}, 0, style(), tokenizer)
+    assert given.token_ids.count(tokenizer.bos_token_id) == 1
+    assert learnt(given, tokenizer) == "c<eos>"
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_one_bos_with_a_template_that_writes_it(adds_bos: bool) -> None:
+    """F27."""
+    tokenizer = letters(BOS_TEMPLATE, eos="<eos>", adds_bos=adds_bos)
+    row = tokenize_sft_row({"input": "ab", "output": "c"}, 0, style(apply_chat_template=True), tokenizer)
+    assert row.token_ids.count(tokenizer.bos_token_id) == 1 and row.token_ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(row.token_ids) == "<bos>[u]ab<eos>[a]c<eos>"
+    assert learnt(row, tokenizer) == "c<eos>"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": "q", "output": "a!"},
+        {"input": [message(USER, "q")], "output": [message(ASSISTANT, "a!")]},
+        {"input": [message(USER, "q")], "output": "a!"},
+    ],
+)
+def test_chat_template_forms_of_a_row(row: dict[str, Any]) -> None:
+    tokenizer = letters()
+    got = tokenize_sft_row(row, 0, style(apply_chat_template=True), tokenizer)
+    assert tokenizer.decode(got.token_ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na!<|im_end|>"
+    assert learnt(got, tokenizer) == "a!<|im_end|>"
+
+
+def test_whole_conversation_in_one_column_learns_the_last_turn() -> None:
+    tokenizer = letters()
+    talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
+    got = tokenize_sft_row({"input": talk}, 0, style(apply_chat_template=True, output_key=None), tokenizer)
+    assert learnt(got, tokenizer) == "d<|im_end|>"
+    every = tokenize_sft_row(
+        {"input": talk}, 0, style(apply_chat_template=True, output_key=None, multiturn=True), tokenizer
+    )
+    assert every.token_ids == got.token_ids
+    assert learnt(every, tokenizer) == "b<|im_end|>d<|im_end|>"
+
+
+def test_end_token_of_the_turn_is_learnt_and_eos_added_when_it_is_another() -> None:
+    tokenizer = letters(eos="<eos>")
+    got = tokenize_sft_row({"input": "q", "output": "a"}, 0, style(apply_chat_template=True), tokenizer)
+    assert learnt(got, tokenizer) == "a<|im_end|><eos>"
+
+
+def test_multiturn_row_with_a_long_last_prompt_keeps_its_first_answer() -> None:
+    """F25 (b): the first answer's 4 tokens and its end token."""
+    tokenizer = letters(BOS_TEMPLATE, eos="<eos>")
+    talk = [message(USER, "abc"), message(ASSISTANT, "defg"), message(USER, "x" * 40), message(ASSISTANT, "yz")]
+    row = tokenize_sft_row(
+        {"input": talk}, 0, style(apply_chat_template=True, output_key=None, multiturn=True, max_len=25), tokenizer
+    )
+    assert not row.dropped and learnt(row, tokenizer) == "defg<eos>" and len(row.token_ids) == 25
+
+
+def test_slow_tokenizer_gives_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
+    how = style(apply_chat_template=True, output_key=None, multiturn=True)
+    fast = tokenize_sft_row({"input": talk}, 0, how, letters())
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.is_fast", property(lambda self: False))
+    assert tokenize_sft_row({"input": talk}, 0, how, letters()) == fast
+
+
+def test_template_that_rewrites_earlier_turns_is_refused_for_multiturn() -> None:
+    template = (
+        "{% for m in messages %}{{ '[' + (m['content'] if loop.last else 'old') + ']' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '>' }}{% endif %}"
+    )
+    talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
+    with pytest.raises(DataError, match="row 3: the chat template rewrites earlier turns"):
+        tokenize_sft_row(
+            {"input": talk}, 3, style(apply_chat_template=True, output_key=None, multiturn=True), letters(template)
+        )
+
+
+def test_pretraining_learns_every_token_and_adds_no_eos() -> None:
+    tokenizer = letters(eos="<eos>", adds_bos=True)
+    row = tokenize_sft_row({"input": "abc"}, 0, style(pretrain_mode=True, input_template="X{}"), tokenizer)
+    assert tokenizer.decode(row.token_ids) == "<bos>abc" and row.loss_mask == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "reason"),
+    [
+        ({"input": "", "output": "a"}, {}, EMPTY_PROMPT),
+        ({"input": "a", "output": ""}, {}, EMPTY_RESPONSE),
+        ({"input": "a", "output": "\n"}, {}, EMPTY_RESPONSE),
+        ({"input": "abcdef", "output": "ghi"}, {"max_len": 4}, TOO_LONG),  # F25 (a)
+        ({"input": "q", "output": ""}, {"apply_chat_template": True}, EMPTY_RESPONSE),
+        ({"input": [], "output": []}, {"apply_chat_template": True}, EMPTY_PROMPT),
+        ({"input": "a", "output": ""}, {"pretrain_mode": True}, EMPTY_PROMPT),
+    ],
+)
+def test_rows_without_anything_to_learn_are_dropped_with_the_reason(
+    row: dict[str, Any], changes: dict[str, Any], reason: str
+) -> None:
+    got = tokenize_sft_row(row, 0, style(**changes), letters())
+    assert (got.dropped, got.token_ids, got.loss_mask) == (reason, [], [])
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "text"),
+    [
+        ({"input": None, "output": "a"}, {}, "row 7: column 'input' is null"),
+        ({"input": "a", "output": None}, {}, "row 7: column 'output' is null"),
+        ({"input": ["a"], "output": "b"}, {}, "row 7: column 'input' is a list.*--apply_chat_template"),
+        ({"input": [{"content": "a"}], "output": "b"}, {"apply_chat_template": True}, "row 7: message 0 needs"),
+        ({"input": 5, "output": "b"}, {"apply_chat_template": True}, "row 7: expected a text or a list"),
+        (
+            {"input": [message(ASSISTANT, "x"), message(USER, "a")]},
+            {"apply_chat_template": True, "output_key": None},
+            "row 7: the last message is from 'user'",
+        ),
+    ],
+)
+def test_malformed_rows_are_named(row: dict[str, Any], changes: dict[str, Any], text: str) -> None:
+    """F46."""
+    with pytest.raises(DataError, match=text):
+        tokenize_sft_row(row, 7, style(**changes), letters())
+
+
+def test_missing_chat_template_is_told() -> None:
+    with pytest.raises(DataError, match="no chat template"):
+        tokenize_sft_row({"input": "a", "output": "b"}, 0, style(apply_chat_template=True), letters(None))
+
+
+# -------------------------------------------------------------------------------------------------------- whole tables
+
+ROWS = [
+    {"input": "abc", "output": "de"},
+    {"input": "", "output": "x"},
+    {"input": "f", "output": "ghi"},
+    {"input": "y" * 30, "output": "z"},
+    {"input": "k", "output": ""},
+]
+
+
+def config(**changes: Any) -> SFTConfig:
+    return SFTConfig(input_key="input", output_key="output", input_template=None, max_len=12, **changes)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dataset_counts_what_it_drops(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = letters(eos="<eos>")
+    data = build_sft_dataset(Dataset.from_list(ROWS), config(dataloader_num_workers=workers), tokenizer)
+    assert data.dropped == {EMPTY_PROMPT: 1, EMPTY_RESPONSE: 1, TOO_LONG: 1}
+    assert data.lengths.tolist() == [6, 5] and data.num_targets.tolist() == [3, 4]
+    ids, mask = data[1]
+    assert ids.dtype == np.int32 and mask.dtype == np.bool_
+    assert tokenizer.decode(ids) == "fghi<eos>" and mask.tolist() == [False, True, True, True, True]
+    assert [len(ids) for ids, _ in data.fetch([1, 0])] == [5, 6]
+
+
+def test_dataset_without_a_usable_row() -> None:
+    with pytest.raises(DataError, match="none of the 1 rows"):
+        build_sft_dataset(Dataset.from_list(ROWS[1:2]), config(), letters())
+
+
+def test_missing_column_and_missing_response() -> None:
+    rows = Dataset.from_list([{"question": "a", "answer": "b"}])
+    with pytest.raises(DataError, match="--input_key 'input', --output_key 'output'.*question, answer"):
+        build_sft_dataset(rows, config(), letters())
+    nothing = SFTConfig(input_key="question", input_template=None)
+    with pytest.raises(DataError, match="--output_key, --apply_chat_template or --pretrain_mode"):
+        build_sft_dataset(rows, nothing, letters())

@@ -1,0 +1,165 @@
+"""Reading sources: every format, mixing, splits, and errors that name what is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from data_cases import write_jsonl
+from datasets import Dataset, DatasetDict
+
+from openrlhf.datasets.sources import DataError, load_rows, require_columns
+
+ROWS = [{"input": f"q{i}", "output": f"a{i}"} for i in range(10)]
+
+
+def values(source: str, **arguments: object) -> list[str]:
+    return list(load_rows(source, **arguments)["input"])  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> str:
+    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "arrow"])
+def test_every_file_format(tmp_path: Path, suffix: str) -> None:
+    path, table = tmp_path / f"rows.{suffix}", Dataset.from_list(ROWS)
+    if suffix == "json":
+        path.write_text(json.dumps(ROWS))
+    elif suffix == "jsonl":
+        write_jsonl(path, ROWS)
+    elif suffix == "csv":
+        table.to_csv(path)
+    elif suffix == "parquet":
+        table.to_parquet(path)
+    else:
+        table.save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(path)
+    assert values(str(path)) == [row["input"] for row in ROWS]
+
+
+def test_folders(tmp_path: Path) -> None:
+    table = Dataset.from_list(ROWS)
+    table.save_to_disk(tmp_path / "single")
+    DatasetDict({"train": table.select(range(6)), "test": table.select(range(6, 10))}).save_to_disk(tmp_path / "split")
+    files = tmp_path / "files" / "inner"
+    files.mkdir(parents=True)
+    write_jsonl(files / "train.jsonl", ROWS[:3])
+    write_jsonl(files / "test.jsonl", ROWS[3:5])
+    assert len(values(str(tmp_path / "single"))) == 10
+    assert values(str(tmp_path / "split"), split="test") == ["q6", "q7", "q8", "q9"]
+    assert values(str(files)) == ["q0", "q1", "q2"]
+    assert values(f"{tmp_path / 'files'} @ inner", split="test") == ["q3", "q4"]
+
+
+def test_sources_follow_each_other_and_missing_columns_are_null(tmp_path: Path, jsonl: str) -> None:
+    other = write_jsonl(tmp_path / "b.jsonl", [{"input": "x", "extra": "y"}])
+    rows = load_rows(f"{jsonl} , {other}")
+    assert rows["input"][-1] == "x" and rows["output"][-1] is None and rows["extra"][0] is None
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", list(range(10))),
+        ("train[:30%]", [0, 1, 2]),
+        ("train[80%:]", [8, 9]),
+        ("train[2:4]", [2, 3]),
+        ("train[-2:]", [8, 9]),
+        ("train[:100]", list(range(10))),
+    ],
+)
+def test_splits(jsonl: str, split: str, expected: list[int]) -> None:
+    assert values(jsonl, split=split) == [f"q{i}" for i in expected]
+
+
+def test_max_samples_cuts_each_source_and_the_whole(tmp_path: Path, jsonl: str) -> None:
+    other = write_jsonl(tmp_path / "b.jsonl", [{"input": f"b{i}", "output": ""} for i in range(10)])
+    assert values(f"{jsonl},{other}", max_samples=3) == ["q0", "q1", "q2"]
+    assert values(jsonl, max_samples=100) == [row["input"] for row in ROWS]
+
+
+def test_mixing_repeats_the_smaller_source_until_all_are_used_up(tmp_path: Path, jsonl: str) -> None:
+    """FLAGS (f): 10 + 4 rows at .5/.5 give 26 rows with seed 42."""
+    small = write_jsonl(tmp_path / "b.jsonl", [{"input": f"b{i}", "output": ""} for i in range(4)])
+    mixed = values(f"{jsonl},{small}", probabilities="0.5,0.5", seed=42)
+    assert len(mixed) == 26
+    assert {f"q{i}" for i in range(10)} <= set(mixed) and {f"b{i}" for i in range(4)} <= set(mixed)
+    assert mixed == values(f"{jsonl},{small}", probabilities="0.5,0.5", seed=42)
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "message"), [("0.5", "1 sampling.*2 data"), ("0.5,0.6", "sum to 1"), ("a,b", "not numbers")]
+)
+def test_bad_probabilities(jsonl: str, probabilities: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_rows(f"{jsonl},{jsonl}", probabilities=probabilities)
+
+
+def test_missing_file_lists_its_neighbours(tmp_path: Path, jsonl: str) -> None:
+    with pytest.raises(DataError, match=r"wrong.jsonl.*does not exist.*rows.jsonl"):
+        load_rows(str(tmp_path / "wrong.jsonl"))
+    with pytest.raises(DataError, match="nor does the folder"):
+        load_rows(str(tmp_path / "no" / "file.jsonl"))
+
+
+def test_other_file_types_are_refused_with_the_list(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(DataError, match=r"\.json, \.jsonl, \.csv, \.parquet, \.arrow"):
+        load_rows(str(tmp_path / "rows.txt"))
+    (tmp_path / "load.py").write_text("")
+    with pytest.raises(DataError, match="loading script"):
+        load_rows(str(tmp_path / "load.py"))
+
+
+def test_empty_and_damaged_files(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="empty file"):
+        load_rows(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{broken\n')
+    with pytest.raises(DataError, match=r"cannot read .*bad.jsonl"):
+        load_rows(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="cannot read the folder.*nothing"):
+        load_rows(str(tmp_path / "folder"))
+
+
+def test_unknown_split_lists_the_splits(jsonl: str) -> None:
+    with pytest.raises(DataError, match="no split 'test'; it has: train"):
+        load_rows(jsonl, split="test")
+    with pytest.raises(DataError, match="slice"):
+        load_rows(jsonl, split="train[:5")
+    with pytest.raises(DataError, match="no rows"):
+        load_rows(jsonl, split="train[5:5]")
+
+
+def test_sources_that_do_not_fit_together(tmp_path: Path, jsonl: str) -> None:
+    other = write_jsonl(tmp_path / "b.jsonl", [{"input": {"nested": 1}, "output": "x"}])
+    with pytest.raises(DataError, match="can't be put together.*b.jsonl: input, output"):
+        load_rows(f"{jsonl},{other}")
+
+
+def test_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("openrlhf.datasets.sources.load_dataset", _unreachable)
+    with pytest.raises(DataError, match="neither a file or folder here.*offline"):
+        load_rows("someone/something")
+
+
+def _unreachable(*args: object, **kwargs: object) -> None:
+    raise ConnectionError("offline")
+
+
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert values(write_jsonl(path, ROWS[:2])) == ["q0", "q1"]
+    assert values(write_jsonl(path, ROWS[:3])) == ["q0", "q1", "q2"]
+
+
+def test_missing_columns_name_flag_and_columns(jsonl: str) -> None:
+    """F46."""
+    rows = load_rows(jsonl)
+    require_columns(rows, {"input_key": "input", "label_key": None}, jsonl)
+    with pytest.raises(DataError, match="--input_key 'prompt', --label_key 'gt'; its columns are: input, output"):
+        require_columns(rows, {"input_key": "prompt", "label_key": "gt"}, jsonl)

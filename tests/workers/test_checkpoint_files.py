@@ -1,0 +1,83 @@
+"""Checkpoint folders: what a killed process leaves behind, what is kept, and random states."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openrlhf.workers import checkpoint_files as files
+
+
+def write(root: Path, tag: str, size: int = 10) -> None:
+    scratch = root / files.writing_tag(tag)
+    scratch.mkdir(parents=True)
+    (scratch / "shard").write_bytes(b"x" * size)
+    files.finish_checkpoint(root, tag, {"step": int(tag[-1])})
+    # file systems with coarse clocks would make the order ambiguous
+    stamp = 1_000_000_000 * int(tag[-1])
+    os.utime(root / tag / files.META, ns=(stamp, stamp))
+
+
+def test_unfinished_checkpoint_is_invisible(tmp_path: Path) -> None:
+    write(tmp_path, "global_step1")
+    half = tmp_path / files.writing_tag("global_step2")
+    half.mkdir()
+    (half / "shard").write_bytes(b"x")
+    assert files.latest_tag(tmp_path) == "global_step1"
+    assert files.checkpoint_tags(tmp_path) == ["global_step1"]
+    files.rotate_checkpoints(tmp_path, 3, float("inf"))
+    assert not half.exists(), "what a killed run left is cleared at the next save"
+
+
+def test_same_step_again_replaces_it(tmp_path: Path) -> None:
+    write(tmp_path, "global_step1", size=1)
+    write(tmp_path, "global_step1", size=2)
+    assert (tmp_path / "global_step1" / "shard").stat().st_size == 2
+    assert [p.name for p in tmp_path.glob(".*")] == []
+
+
+def test_rotation_by_number(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, f"global_step{step}")
+        (tmp_path / f"global_step{step}_hf").mkdir()
+    assert files.rotate_checkpoints(tmp_path, 2, float("inf")) == ["global_step1"]
+    assert not (tmp_path / "global_step1_hf").exists() and (tmp_path / "global_step2_hf").exists()
+
+
+def test_rotation_by_size_keeps_at_least_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, f"global_step{step}", size=1 << 20)
+    assert files.rotate_checkpoints(tmp_path, 10, 2.5 / 1024) == ["global_step1"]
+    assert files.rotate_checkpoints(tmp_path, 10, 0.0) == ["global_step2"]
+    assert files.checkpoint_tags(tmp_path) == ["global_step3"]
+
+
+def test_best_checkpoints_are_apart_and_replace_each_other(tmp_path: Path) -> None:
+    write(tmp_path, "best_global_step1")
+    for step in (2, 3, 4):
+        write(tmp_path, f"global_step{step}")
+    assert files.rotate_checkpoints(tmp_path, 2, float("inf")) == ["global_step2"]
+    write(tmp_path, "best_global_step5")
+    assert files.checkpoint_tags(tmp_path) == ["global_step3", "global_step4", "best_global_step5"]
+
+
+def test_missing_and_damaged_checkpoints_are_explained(tmp_path: Path) -> None:
+    write(tmp_path, "global_step1")
+    with pytest.raises(files.CheckpointError, match="no checkpoint 'global_step9'.*global_step1"):
+        files.read_meta(tmp_path, "global_step9")
+    (tmp_path / "global_step1" / files.META).write_text("{")
+    with pytest.raises(files.CheckpointError, match="not complete"):
+        files.read_meta(tmp_path, "global_step1")
+    assert files.latest_tag(tmp_path / "elsewhere") is None
+
+
+def test_random_states_come_back() -> None:
+    state = files.rng_state()
+    first = (random.random(), float(np.random.rand()), float(torch.rand(1)))
+    files.set_rng_state(state)
+    assert first == (random.random(), float(np.random.rand()), float(torch.rand(1)))
