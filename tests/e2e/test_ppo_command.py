@@ -1,0 +1,195 @@
+"""train_ppo_ray as a user starts it: whole runs of the command on real Ray, DeepSpeed and vLLM."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ppo_helpers import (
+    Command,
+    assert_nothing_left,
+    marked_processes,
+    ppo_arguments,
+    read_metrics,
+    shared_memory,
+    write_prompts,
+    write_reward,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.models.loading import load_sequence_regression, write_hf_folder
+from openrlhf.utils.process import free_port
+from openrlhf.utils.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+MODULE = "openrlhf.cli.train_ppo_ray"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "policy")
+
+
+@pytest.fixture(scope="module")
+def reward_model(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A reward model with a random head, as train_rm would save one."""
+    from openrlhf.config import parse_cli
+
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    cfg = parse_cli("train_sft", ["--pretrain", model, "--dataset", model, "--param_dtype", "fp32"])
+    network = load_sequence_regression(model, cfg, init_head=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    write_hf_folder(network, dict(network.state_dict()), folder, tokenizer, {"mean": 0.1, "std": 0.5})
+    return str(folder)
+
+
+def test_hybrid_engine_with_critic_and_reward_model_resumes_with_the_same_bits(
+    model: str, reward_model: str, tmp_path: Path
+) -> None:
+    """PPO with all four models on two shared devices, ZeRO-3, packing; a resumed run repeats the same steps."""
+    before = shared_memory()
+    flags = """--advantage_estimator gae --actor_num_gpus_per_node 2 --ref_num_gpus_per_node 2
+        --critic_num_gpus_per_node 2 --reward_num_gpus_per_node 2 --vllm_num_engines 2 --colocate_all_models
+        --vllm_enable_sleep --deepspeed_enable_sleep --zero_stage 3 --packing_samples --use_dynamic_batch
+        --train_max_tokens_per_gpu 64 --n_samples_per_prompt 2 --normalize_reward --init_kl_coef 0.01
+        --save_steps 2 --save_hf_ckpt --save_value_network --max_epochs 2""".split()
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    arguments = [*ppo_arguments(model, prompts, tmp_path / "a", *flags), "--reward_pretrain", reward_model]
+    whole = Command(MODULE, arguments).run()
+    assert whole.code == 0, whole.output
+    assert (
+        len(re.findall(r"^step \d+/4 .*reward .*kl .*policy_loss .*critic_loss .* s: generate", whole.output, re.M))
+        == 4
+    )
+    steps = read_metrics(tmp_path / "a/ckpt/run")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    for step in steps:
+        assert step["sync/logprob_diff_max"] <= 1e-5
+        for name in ("reward", "return", "kl", "critic_loss", "values", "actor_lr", "critic_lr", "actor_grad_norm",
+                     "critic_grad_norm", "response_length", "timing/step_total", "rollout/num_samples"):  # fmt: skip
+            assert name in step, name
+    assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"]
+
+    # What was saved can be used by others.
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "a/model")
+    assert policy.dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(tmp_path / "a/model").eos_token_id is not None
+    assert (tmp_path / "a/model_critic/config.json").is_file()
+    assert (tmp_path / "a/ckpt/global_step2_hf/model.safetensors").is_file()
+
+    # A run that ended after step 2 and goes on.
+    shutil.copytree(tmp_path / "a/ckpt", tmp_path / "b/ckpt")
+    for role in ("_actor", "_critic"):
+        shutil.rmtree(tmp_path / f"b/ckpt/{role}/global_step4")
+        (tmp_path / f"b/ckpt/{role}/latest").write_text("global_step2")
+    (tmp_path / "b/ckpt/run/metrics.jsonl").unlink()
+    arguments = [*ppo_arguments(model, prompts, tmp_path / "b", *flags), "--reward_pretrain", reward_model]
+    resumed = Command(MODULE, [*arguments, "--load_checkpoint"]).run()
+    assert resumed.code == 0, resumed.output
+    assert "Resumed after step 2" in resumed.output
+    again = read_metrics(tmp_path / "b/ckpt/run")
+    assert [step["step"] for step in again] == [3, 4]
+    for one, other in zip(steps[2:], again, strict=True):
+        for name, value in one.items():
+            if not name.startswith("timing/") and name != "time":
+                assert other[name] == value, name
+    final = AutoModelForCausalLM.from_pretrained(tmp_path / "b/model").state_dict()
+    assert all(torch.equal(tensor, final[name]) for name, tensor in policy.state_dict().items())
+    for run in (whole, resumed):
+        assert_nothing_left(run.mark, before)
+
+
+@pytest.fixture
+def reward_server() -> Iterator[str]:
+    port = free_port("127.0.0.1")
+    server = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "python/reward_server.py"), "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    yield f"http://127.0.0.1:{port}/get_reward"
+    server.terminate()
+    server.wait(10)
+
+
+def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: str, tmp_path: Path) -> None:
+    """GRPO with a reward server, KL loss, dynamic filtering, engine log-probs, evaluation, TensorBoard, in bf16."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 24)
+    flags = f"""--advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 0.01
+        --param_dtype bf16 --zero_stage 2 --enable_vllm_is_correction --vllm_is_truncated_threshold 0.2 5
+        --eps_clip_low_high 0.2 0.28 --entropy_loss_coef 0.001 --max_steps 2 --num_episodes 3
+        --dynamic_filtering --dynamic_filtering_reward_range -0.5 0.99 --dynamic_filtering_max_rounds 20
+        --rollout_batch_size 4 --n_samples_per_prompt 8 --eval_dataset {prompts} --eval_steps 2 --eval_before_train
+        --eval_n_samples_per_prompt 2 --save_steps 2 --use_tensorboard {tmp_path / "tb"} --wandb_run_name run""".split()
+    before = shared_memory()
+    run = Command(MODULE, ppo_arguments(model, prompts, tmp_path, *flags, reward=reward_server)).run()
+    assert run.code == 0, run.output
+    steps = read_metrics(tmp_path / "ckpt/run")
+    assert len(steps) == 2
+    for step in steps:
+        assert 0 < step["dynamic_filtering_pass_rate"] <= 100
+        assert step["rollout/num_samples"] == 32
+        assert step["group_reward_std"] > 0
+        for name in ("vllm_kl", "effective_sample_size", "entropy_loss", "logprobs_diff", "reward/calls"):
+            assert name in step, name
+        assert step["reward/failures"] == 0
+        assert 0 <= step["sync/logprob_diff_max"] < 1  # in bf16 it is reported, not required
+    evaluations = read_metrics(tmp_path / "ckpt/run", "eval")
+    assert [e["step"] for e in evaluations] == [0, 2]
+    assert evaluations[0]["eval_num_samples"] == 48
+    assert {"eval_default_pass1", "eval_default_pass2", "eval_truncated_rate"} <= evaluations[0].keys()
+    assert list((tmp_path / "tb/run").glob("events*"))
+    assert (tmp_path / "ckpt/_actor/best_global_step2").is_dir()
+    assert_nothing_left(run.mark, before)
+
+
+def _until(process: subprocess.Popen[str], pattern: str, seconds: float) -> str:
+    """Read a command's output until a line matches."""
+    assert process.stdout is not None
+    seen, deadline = "", time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        seen += line
+        if re.search(pattern, line):
+            return seen
+        assert line or process.poll() is None, f"ended early:\n{seen}"
+    raise AssertionError(f"no {pattern!r} within {seconds} s:\n{seen}")
+
+
+def test_a_killed_engine_ends_the_run_with_its_log_and_ctrl_c_leaves_nothing(model: str, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\n" + write_reward(tmp_path / "r.py").read_text() + "\ntime.sleep(0)\n")
+    flags = "--num_episodes 200 --init_kl_coef 0".split()
+    before = shared_memory()
+
+    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "a", *flags, reward=slow))
+    process = command.start()
+    _until(process, r"^step 1/", 400)
+    engine = next(pid for pid, line in marked_processes(command.mark) if "EngineCore" in line)
+    os.kill(engine, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "error: " in output and "engine 0" in output and "Last lines of" in output
+    assert not (tmp_path / "a/model").exists()  # nothing half-written
+    assert_nothing_left(command.mark, before)
+
+    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "b", *flags, reward=slow))
+    process = command.start()
+    _until(process, r"^step 2/", 400)
+    os.kill(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "interrupted (SIGINT)" in output and "Traceback" not in output
+    assert_nothing_left(command.mark, before)
