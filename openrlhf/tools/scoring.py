@@ -64,7 +64,7 @@ class RewardScorer:
         mean, std = getattr(model.config, "mean", None), getattr(model.config, "std", None)
         if normalize and (mean is None or not std):
             raise ModelLoadError(
-                f"--normalize_reward needs `mean` and `std` in {path}/config.json, which has mean {mean} and std {std}. "
+                f"--normalize_reward needs `mean` and `std` in {path}/config.json, which has {mean} and {std}. "
                 "train_rm stores them at its end; leave the flag out for models of other origin"
             )
         return cls(model.to(device).eval(), tokenizer, max_len)

@@ -1,0 +1,221 @@
+"""Training checkpoints in other formats (``convert``): a Hugging Face folder, or for any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openrlhf.config import ConvertConfig
+from openrlhf.models.loading import load_tokenizer, torch_dtype, write_hf_folder
+from openrlhf.tools.errors import ToolError
+from openrlhf.tools.loading import LoadSettings, load_for_inference
+from openrlhf.tools.lora import named_state
+from openrlhf.tools.output import check_output, mark
+from openrlhf.tools.verify import answers, require_same
+from openrlhf.utils.files import publish_folder, temporary_folder, write_atomic
+from openrlhf.utils.logging import get_logger
+from openrlhf.workers.checkpoint_files import LATEST_UNIVERSAL, META, checkpoint_tags, latest_tag, read_meta
+
+logger = get_logger(__name__)
+
+COMMAND = "convert"
+_WRAPPER = "model."  # the trained module holds the transformers model under this name
+_UNIVERSAL_SUFFIX = "_uni"
+
+
+def convert(cfg: ConvertConfig) -> str:
+    """Do what ``--task`` says; a sentence about what was done.
+
+    Raises:
+        ToolError: the checkpoint can't be converted, or the result differs from it; nothing is written then.
+        ModelLoadError, CheckpointError: the model or the checkpoint can't be read.
+    """
+    root, tag = find_checkpoint(str(cfg.ckpt_path), cfg.tag)
+    return _to_universal(root, tag, cfg) if cfg.task == "universal" else _to_hf(root, tag, cfg)
+
+
+def find_checkpoint(ckpt_path: str, tag: str | None) -> tuple[Path, str]:
+    """Folder of checkpoints and tag, from the folder (with or without a tag) or from a checkpoint's own folder.
+
+    Raises:
+        ToolError: there is no such checkpoint; tells what is there.
+        CheckpointError: it is incomplete.
+    """
+    root = Path(ckpt_path).expanduser().absolute()
+    if tag is None and (root / META).is_file():
+        root, tag = root.parent, root.name
+    tag = tag or latest_tag(root)
+    if tag is None:
+        parts = [name for name in ("_actor", "_critic") if (root / name).is_dir()]
+        if parts:
+            raise ToolError(f"{ckpt_path} is of a PPO run; give {' or '.join(str(root / part) for part in parts)}")
+        raise ToolError(
+            f"{ckpt_path} has no file `latest`, so it is no folder of checkpoints (checkpoints in it: "
+            f"{', '.join(checkpoint_tags(root)) or 'none'}); give the --ckpt_path of the run, or name one with --tag"
+        )
+    read_meta(root, tag)
+    return root, tag
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def checkpoint_weights(root: Path, tag: str) -> Iterator[tuple[str, Tensor]]:
+    """The float32 weights of a checkpoint under their names in the transformers model, one after another.
+
+    Raises:
+        ToolError: files are missing or damaged, or the weights are those of an adapter.
+    """
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    plain = root / tag / "mp_rank_00_model_states.pt"
+    sharded = any((root / tag).glob("*_optim_states.pt"))
+    try:
+        if sharded:
+            with contextlib.redirect_stdout(io.StringIO()):
+                state: Any = get_fp32_state_dict_from_zero_checkpoint(str(root), tag, lazy_mode=True)
+        else:
+            state = torch.load(plain, map_location="cpu", weights_only=False, mmap=True)["module"]
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+        raise ToolError(f"checkpoint {root / tag} can't be read: {type(error).__name__}: {error}") from error
+    if any(".lora_" in name for name in state):
+        raise ToolError(
+            f"checkpoint {root / tag} has LoRA adapters, which zero2hf does not write; --save_hf_ckpt "
+            "writes them beside each checkpoint, and lora_combiner merges them"
+        )
+    for name in list(state):
+        yield name.removeprefix(_WRAPPER), state[name].contiguous().float()
+
+
+def _to_hf(root: Path, tag: str, cfg: ConvertConfig) -> str:
+    assert cfg.pretrain and cfg.output_path
+    output = check_output(cfg.output_path, COMMAND, {"ckpt_path": str(root / tag), "pretrain": cfg.pretrain})
+    tokenizer = load_tokenizer(cfg.pretrain)
+    model = load_for_inference(
+        cfg.pretrain, LoadSettings(param_dtype="fp32"), is_rm=cfg.is_rm, head_prefix=cfg.value_head_prefix
+    )
+    count = _fill(model, root, tag, cfg.pretrain)
+    before = answers(model, tokenizer, cfg.is_rm) if cfg.verify else []
+    model.to(torch_dtype(cfg.param_dtype))
+    with temporary_folder(output) as scratch:
+        state = {name: tensor.detach() for name, tensor in named_state(model)}
+        write_hf_folder(model, state, scratch, tokenizer, {"dtype": torch_dtype(cfg.param_dtype)})
+        mark(scratch, COMMAND, checkpoint=str(root / tag), pretrain=cfg.pretrain, param_dtype=cfg.param_dtype)
+        told = f"wrote {count} weights of {root / tag} to {cfg.output_path}"
+        if cfg.verify:
+            del model
+            again = load_for_inference(str(scratch), LoadSettings(param_dtype=cfg.param_dtype), is_rm=cfg.is_rm)
+            told += "; " + require_same(before, answers(again, tokenizer, cfg.is_rm), cfg.is_rm, cfg.param_dtype)
+        publish_folder(scratch, output)
+    return told
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, root: Path, tag: str, pretrain: str) -> int:
+    """Copy a checkpoint's weights into a model; their number.
+
+    Raises:
+        ToolError: names or shapes are not those of the model.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    seen: set[int] = set()
+    unknown = []
+    count = 0
+    hint = f"is --pretrain {pretrain} the model that the run started from, and --is_rm right?"
+    for name, tensor in checkpoint_weights(root, tag):
+        parameter = parameters.get(name)
+        if parameter is None:
+            unknown.append(name)
+        elif parameter.shape != tensor.shape:
+            raise ToolError(
+                f"{name} is {list(tensor.shape)} in {root / tag} and {list(parameter.shape)} in {pretrain}; {hint}"
+            )
+        else:
+            parameter.copy_(tensor)
+            seen.add(id(parameter))
+            count += 1
+    buffers = dict(model.named_buffers())
+    unknown = [name for name in unknown if name not in buffers]
+    missing = [name for name, parameter in model.named_parameters() if id(parameter) not in seen]
+    if unknown or missing:
+        raise ToolError(
+            f"{root / tag} lacks {len(missing)} weights of {pretrain} and has {len(unknown)} others, for example "
+            f"{(missing + unknown)[0]}; {hint}"
+        )
+    return count
+
+
+# ------------------------------------------------------------------------------------------------- universal
+
+
+def _to_universal(root: Path, tag: str, cfg: ConvertConfig) -> str:
+    """Write ``<tag>_uni`` beside the checkpoint, and point ``latest_universal`` at it."""
+    meta = read_meta(root, tag)
+    if not any((root / tag).glob("*_optim_states.pt")):
+        raise ToolError(
+            f"{root / tag} was written with --zero_stage {meta.get('zero_stage')}, which keeps no optimizer files to "
+            "convert; train with --zero_stage 1, 2 or 3"
+        )
+    name = f"{tag}{_UNIVERSAL_SUFFIX}"
+    with temporary_folder(root / name) as scratch:
+        made = scratch / name
+        made.mkdir()
+        _run_deepspeed(root / tag, made, cfg.convert_workers)
+        told = f"wrote {root / name}"
+        if cfg.verify:
+            told += "; " + _compare_universal(root, tag, made)
+        shutil.rmtree(root / name, ignore_errors=True)
+        os.replace(made, root / name)
+    write_atomic(root / LATEST_UNIVERSAL, name)
+    return told + "; resume on any number of ranks with --load_checkpoint --use_ds_universal_ckpt"
+
+
+def _run_deepspeed(source: Path, target: Path, workers: int) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
+
+    arguments = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=workers,
+        num_merge_workers=workers,
+        keep_temp_folder=False,
+        strict=True,
+        # notes of tensor-parallel training, which other checkpoints don't have
+        inject_missing_state=True,
+    )
+    noise = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            ds_to_universal(arguments)
+    except (OSError, RuntimeError, ValueError, KeyError, AssertionError, NotImplementedError) as error:
+        last = "\n".join(noise.getvalue().splitlines()[-5:])
+        raise ToolError(f"DeepSpeed can't convert {source}: {type(error).__name__}: {error}\n{last}") from error
+
+
+def _compare_universal(root: Path, tag: str, made: Path) -> str:
+    """Compare the float32 weights of both formats.
+
+    Raises:
+        ToolError: they differ.
+    """
+    worst, count = 0.0, 0
+    for name, tensor in checkpoint_weights(root, tag):
+        file = made / "zero" / (_WRAPPER + name) / "fp32.pt"
+        if not file.is_file():
+            continue  # the second name of a tied weight
+        content = torch.load(file, map_location="cpu", weights_only=False)
+        other = content["param"] if isinstance(content, dict) else content
+        worst = max(worst, float((tensor.flatten() - other.float().flatten()).abs().max()))
+        count += 1
+    if worst > 0 or count == 0:
+        raise ToolError(f"{count} weights compared, and they differ by up to {worst:.3g}; nothing was written")
+    return f"largest difference of {count} weights: 0"
