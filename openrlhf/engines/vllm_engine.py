@@ -12,7 +12,7 @@ from openrlhf.engines.rollouts import GroupRunner, RolloutSpec
 from openrlhf.engines.spec import EngineSpec
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
-from openrlhf.utils.process import redirect_output
+from openrlhf.utils.process import redirect_output, unlink_shared_resources
 
 
 def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
@@ -202,10 +202,14 @@ class VLLMEngine:
         await self._llm.check_health()
 
     async def shutdown(self) -> None:
-        if self._runner is not None:
-            await self._runner.close()
-        if self._llm is not None:
-            self._llm.shutdown()
+        """Stop vLLM's processes and remove what they shared, whatever state they are in."""
+        try:
+            if self._runner is not None:
+                await self._runner.close()
+            if self._llm is not None:
+                self._llm.shutdown()
+        finally:
+            unlink_shared_resources()
 
 
 VLLMEngineActor = ray.remote(VLLMEngine)

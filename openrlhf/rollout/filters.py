@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -227,24 +227,3 @@ class PromptRefill:
         if not self._ready:
             raise StopIteration
         return self._ready.pop()
-
-
-async def collect_groups(
-    run: Callable[[Iterator[PromptItem]], AsyncIterator[Group]],
-    draw: Callable[[int], Sequence[PromptItem]],
-    collector: GroupCollector,
-) -> CollectedGroups:
-    """Draws and runs prompts until the collector is content.
-
-    Args:
-        run: rolls prompts out and yields groups as they finish, such as
-            ``lambda items: runner.run(items, n)``. It must look for further prompts after each group.
-        draw: returns up to that many further prompts; fewer when the data has run out.
-        collector: a fresh one for this step.
-
-    Raises:
-        NoLearnableGroups: see GroupCollector.finish.
-    """
-    async for group in run(PromptRefill(collector, draw)):
-        collector.add(group)
-    return collector.finish()

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -31,6 +32,15 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, so that a killed engine leaves no orphan (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def unlink_shared_resources() -> None:
+    """Remove the named semaphores and shared memory that this process and its dead children have open.
+
+    Python's resource tracker does that when the process ends; but Ray kills the children of an actor together with
+    it, the tracker among them. Stopping the tracker makes it do its work now.
+    """
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def tail(path: str | Path, lines: int = 25, max_bytes: int = 64 * 1024) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from openrlhf.rollout.buffer import RolloutBuffer, freshest_first, group_version
 from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.errors import NoLearnableGroups
-from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, collect_groups
+from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
 from openrlhf.rollout.trajectory import Trajectory
 
 
@@ -79,7 +78,7 @@ def run(
     filtering: bool = True,
     **options: Any,
 ) -> tuple[CollectedGroups, list[int]]:
-    """Collects with a runner that keeps three groups in flight and finishes them in a random order."""
+    """Collects with three groups in flight that finish in a random order."""
     drawn: list[int] = []
     source = iter(range(start, start + data))
     pick = random.Random(order)
@@ -89,21 +88,22 @@ def run(
         drawn.extend(ids)
         return [group(i, [0.0]).item for i in ids]
 
-    async def rollout(items: Iterator[PromptItem]) -> AsyncIterator[Group]:
+    def rollout(items: Iterator[PromptItem]) -> Iterator[Group]:
         running: list[PromptItem] = []
         while True:
             while len(running) < 3 and (item := next(items, None)) is not None:
                 running.append(item)
             if not running:
                 return
-            await asyncio.sleep(0)
             done = running.pop(pick.randrange(len(running)))
             yield group(done.prompt_id, scores(done.prompt_id) if callable(scores) else scores[done.prompt_id])
 
     collector = GroupCollector(
         target, DynamicFilter() if filtering else None, buffer if buffer is not None else RolloutBuffer(), **options
     )
-    collected = asyncio.run(collect_groups(rollout, draw, collector))
+    for finished in rollout(PromptRefill(collector, draw)):
+        collector.add(finished)
+    collected = collector.finish()
     assert collector.complete
     return collected, drawn
 
