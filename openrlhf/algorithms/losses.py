@@ -1,9 +1,10 @@
-"""Losses of supervised fine-tuning, reward models and DPO, each per token or per pair."""
+"""Losses of supervised fine-tuning, reward models, DPO and KTO, each per token, pair or answer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -72,6 +73,49 @@ def dpo_loss(
         loss = (gap - 1 / (2 * beta)) ** 2
     else:
         loss = -(1 - label_smoothing) * F.logsigmoid(beta * gap) - label_smoothing * F.logsigmoid(-beta * gap)
-    return PreferenceLoss(
-        loss, beta * (chosen - ref_chosen).detach(), beta * (rejected - ref_rejected).detach()
-    )
+    return PreferenceLoss(loss, beta * (chosen - ref_chosen).detach(), beta * (rejected - ref_rejected).detach())
+
+
+@dataclass(frozen=True)
+class UnpairedLoss:
+    """Per answer, ``[S]``: loss and the detached implicit reward ``beta * (log pi - log ref)``."""
+
+    per_answer: Tensor
+    rewards: Tensor
+
+
+def kto_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    desirable: Tensor,
+    kl: float,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> UnpairedLoss:
+    """Kahneman-Tversky optimisation (arXiv:2402.01306) on summed answer log-probs, all ``[S]``.
+
+    With ``r = log pi - log ref``: ``w_D (1 - sigmoid(beta (r - kl)))`` for good answers and
+    ``w_U (1 - sigmoid(beta (kl - r)))`` for bad ones.
+
+    Args:
+        desirable: bool, True for good answers.
+        kl: the reference point z0, an estimate of KL(pi || ref) that no gradient goes through; see
+            :func:`kto_reference_point`.
+
+    Raises:
+        ValueError: ``beta`` is not positive.
+    """
+    if not beta > 0:
+        raise ValueError(f"--beta must be > 0, got {beta}")
+    ratio = at_least_float32(logprobs) - ref_logprobs
+    sign = torch.where(desirable, 1.0, -1.0).to(ratio)
+    weight = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio)
+    # 1 - sigmoid(x) = sigmoid(-x), without cancellation
+    return UnpairedLoss(weight * torch.sigmoid(-beta * sign * (ratio - kl)), beta * ratio.detach())
+
+
+def kto_reference_point(logprobs: Tensor, ref_logprobs: Tensor) -> float:
+    """KTO's z0: the mean log-ratio of answers ``[S]`` to prompts that they don't belong to, at least 0."""
+    return max(0.0, float((logprobs.double() - ref_logprobs.double()).mean()))

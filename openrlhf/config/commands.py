@@ -68,7 +68,10 @@ class RMConfig(PreferenceDataOptions, ValueHeadOptions, SupervisedOptions):
     )
     margin_loss: bool = flag(False, "ask for the data's margin between the two rewards", "model.margin_loss_enable")
     compute_fp32_loss: bool = flag(
-        False, "compute the loss in fp32 whatever param_dtype is", "model.compute_fp32_loss_enable"
+        False,
+        "compute the loss in fp32 whatever param_dtype is",
+        "model.compute_fp32_loss_enable",
+        no_effect="scores and losses are always in fp32",
     )
     learning_rate: float = redefault(SupervisedOptions, "learning_rate", 9e-6)
     micro_train_batch_size: int = redefault(TrainOptions, "micro_train_batch_size", 1)
@@ -93,6 +96,25 @@ class DPOConfig(PreferenceDataOptions, SupervisedOptions):
     max_len: int = redefault(DataOptions, "max_len", 512)
     eval_split: str = redefault(DataOptions, "eval_split", "test")
     ckpt_path: str = redefault(CheckpointOptions, "ckpt_path", "./ckpt/checkpoints_dpo")
+    wandb_project: str = redefault(LoggingOptions, "wandb_project", "openrlhf_train_dpo")
+
+
+@dataclass(kw_only=True)
+class KTOConfig(SupervisedDataOptions, InputOptions, SupervisedOptions):
+    """train_kto: Kahneman-Tversky optimization, from single answers labelled good or bad."""
+
+    title: ClassVar[str] = "KTO loss"
+
+    beta: float = redefault(DPOConfig, "beta", 0.01)
+    desirable_loss_weight: float = flag(1.0, "weight of the good answers in the loss", since="old")
+    undesirable_loss_weight: float = flag(1.0, "weight of the bad answers in the loss", since="old")
+    ref_offload: bool = redefault(PlacementOptions, "ref_offload", False)
+    output_key: str | None = redefault(SFTDataOptions, "output_key", None)
+    label_key: str = flag("label", "column with 1 or true for good answers, 0 or false for bad ones", "data.label_key")
+    learning_rate: float = redefault(SupervisedOptions, "learning_rate", 1e-5)
+    input_template: str | None = redefault(DataOptions, "input_template", "User: {}\nAssistant: ")
+    eval_split: str = redefault(DataOptions, "eval_split", "test")
+    ckpt_path: str = redefault(CheckpointOptions, "ckpt_path", "./ckpt/checkpoints_kto")
     wandb_project: str = redefault(LoggingOptions, "wandb_project", "openrlhf_train_dpo")
 
 
@@ -245,6 +267,7 @@ CommandConfig = (
     SFTConfig
     | RMConfig
     | DPOConfig
+    | KTOConfig
     | PPOConfig
     | ServeRMConfig
     | LoraCombinerConfig
@@ -286,6 +309,12 @@ COMMANDS: dict[str, Command] = {
         "Direct preference optimization.",
         "--pretrain ./sft --dataset ./pairs.jsonl --prompt_key prompt --beta 0.1 \\\n"
         "    --train_batch_size 64 --micro_train_batch_size 4 --save_path ./dpo",
+    ),
+    "train_kto": Command(
+        KTOConfig,
+        "Preference optimization from single answers that are labelled good or bad.",
+        "--pretrain ./sft --dataset ./labelled.jsonl --input_key question --output_key answer --label_key good \\\n"
+        "    --beta 0.1 --train_batch_size 64 --micro_train_batch_size 4 --save_path ./kto",
     ),
     "train_ppo_ray": Command(
         PPOConfig,

@@ -39,7 +39,7 @@ DEFAULTS_THAT_DIFFER = (
     ),
     (
         "eval_split",
-        "test (train_dpo)",
+        "test (train_dpo, train_kto)",
         "test, or train if the data is a file",
         "a single file has only the split train, so the old default couldn't work there",
     ),

@@ -89,7 +89,8 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
             "l2 critic_l2 max_norm critic_max_norm aux_loss_coef lora_rank dataloader_num_workers "
-            "init_kl_coef nll_loss_coef eval_temperature overlong_penalty_factor max_images_per_prompt seed iter"
+            "init_kl_coef nll_loss_coef desirable_loss_weight undesirable_loss_weight "
+            "eval_temperature overlong_penalty_factor max_images_per_prompt seed iter"
         ).split(),
         NOT_NEGATIVE,
     ),

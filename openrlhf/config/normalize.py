@@ -22,7 +22,7 @@ OLD_GENERATE_MAX_LEN = 1024
 # In these, a discount other than 1 has no meaning: a response has one reward, compared within a group.
 UNDISCOUNTED_ESTIMATORS = (*GROUP_ESTIMATORS, "flash_reinforce")
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
-_RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "exp", "train_ppo_ray": "ppo"}
+_RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "exp", "train_kto": "kto", "train_ppo_ray": "ppo"}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
 def _note_flags_without_effect(changer: _Changer) -> None:
     for name, spec in flag_specs(type(changer.config)).items():
         if spec.info.no_effect and getattr(changer.config, name) != spec.default:
-            changer.note(f"--{name} has no effect, here or in OpenRLHF: {spec.info.no_effect}")
+            changer.note(f"--{name} has no effect: {spec.info.no_effect}")
 
 
 def _fix_template(changer: _Changer) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from openrlhf.config.commands import (
     BatchInferenceConfig,
     ConvertConfig,
+    DPOConfig,
+    KTOConfig,
     LoraCombinerConfig,
     PPOConfig,
     RMConfig,
@@ -246,6 +248,18 @@ def _check_supervised(cfg: SupervisedOptions) -> Iterator[Violation]:
         if cfg.multiturn and cfg.pretrain_mode:
             problem = "trains on every token, so there are no turns to choose"
             yield Violation("pretrain_mode", problem, "leave out --multiturn or --pretrain_mode")
+    if isinstance(cfg, RMConfig) and cfg.margin_loss and cfg.loss != "sigmoid":
+        fix = "use --loss sigmoid, which without a margin is the same as logexp"
+        yield Violation("margin_loss", f"--loss {cfg.loss} has no margin", fix)
+    if isinstance(cfg, DPOConfig) and cfg.ipo and cfg.label_smoothing:
+        yield Violation("label_smoothing", "the loss of IPO has none", "leave out --ipo or --label_smoothing")
+    if isinstance(cfg, KTOConfig):
+        if cfg.train_batch_size == 1:
+            problem = "is 1: each prompt is paired with the answer of another row of the batch to estimate the KL"
+            yield Violation("train_batch_size", problem, "use 2 or more")
+        if not (cfg.output_key or cfg.apply_chat_template):
+            problem = "is missing, and without a chat template the answer has no other place"
+            yield Violation("output_key", problem, "name the column with the answer")
 
 
 def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterator[Violation]:

@@ -6,6 +6,7 @@ module is indexed by the token it describes.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +51,26 @@ def _layout(batch: MicroBatch, packed: bool) -> tuple[dict[str, Any], Tensor | N
     return {"input_ids": rows, "position_ids": positions, "attention_mask": inside.long()}, inside
 
 
+class ScoreOutputs(NamedTuple):
+    """What a reward model says about a micro-batch.
+
+    Attributes:
+        scores: float32 ``[S]``.
+        aux_loss: as of :class:`TokenOutputs`.
+    """
+
+    scores: Tensor
+    aux_loss: Tensor | None = None
+
+
 class _Backbone(nn.Module):
     """A transformers model whose hidden states are read in packed order."""
 
-    def __init__(self, model: nn.Module, packing: bool = True) -> None:
+    def __init__(self, model: nn.Module, packing: bool = True, aux_loss: bool = False) -> None:
         super().__init__()
         self.model = model
         self.packing = packing
+        self.aux_loss = aux_loss and hasattr(self.config.get_text_config(), "router_aux_loss_coef")
 
     @property
     def hf_model(self) -> nn.Module:
@@ -73,9 +87,24 @@ class _Backbone(nn.Module):
         inputs, inside = _layout(batch, self.packing)
         hf = unwrap_hf(self.model)
         base = getattr(hf, hf.base_model_prefix)
+        if self.aux_loss:
+            kwargs = {**kwargs, "output_router_logits": True}
         outputs = base(**inputs, use_cache=False, return_dict=True, **kwargs)
         hidden = outputs.last_hidden_state
         return (hidden[0] if inside is None else hidden[inside]), outputs
+
+    def _router_loss(self, outputs: Any, batch: MicroBatch) -> Tensor | None:
+        """Load-balancing loss of https://arxiv.org/abs/2101.03961, as each transformers model defines it."""
+        if not self.aux_loss:
+            return None
+        hf = unwrap_hf(self.model)
+        function = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
+        if function is None or getattr(outputs, "router_logits", None) is None:
+            return None
+        text = self.config.get_text_config()
+        experts = getattr(text, "num_experts", None) or text.num_local_experts
+        mask = None if self.packing else _layout(batch, packed=False)[0]["attention_mask"]
+        return function(outputs.router_logits, experts, text.num_experts_per_tok, mask)
 
 
 class PolicyModel(_Backbone):
@@ -88,9 +117,8 @@ class PolicyModel(_Backbone):
     """
 
     def __init__(self, model: nn.Module, packing: bool = True, aux_loss: bool = False) -> None:
-        super().__init__(model, packing)
+        super().__init__(model, packing, aux_loss)
         self.scaling = HeadScaling.from_config(self.config)
-        self.aux_loss = aux_loss and hasattr(self.config.get_text_config(), "router_aux_loss_coef")
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
         """Log-probabilities of all tokens under ``softmax(logits / temperature)``.
@@ -100,8 +128,7 @@ class PolicyModel(_Backbone):
             temperature: the one the tokens were sampled with.
             entropy: also compute the entropy of each token's distribution.
         """
-        extra = {"output_router_logits": True} if self.aux_loss else {}
-        hidden, outputs = self.hidden_states(batch, **extra)
+        hidden, outputs = self.hidden_states(batch)
         follows = _has_predecessor(batch)
         rows = follows.nonzero().squeeze(1)
         dummy = rows.numel() == 0  # the head must run all the same: it takes part in ZeRO-3's collectives
@@ -115,20 +142,7 @@ class PolicyModel(_Backbone):
         spread_all = None
         if spread is not None:
             spread_all = spread.new_zeros(batch.num_tokens).index_put((rows,), spread * 0 if dummy else spread)
-        return TokenOutputs(logprobs, spread_all, self._router_loss(outputs, batch) if self.aux_loss else None)
-
-    def _router_loss(self, outputs: Any, batch: MicroBatch) -> Tensor | None:
-        """Load-balancing loss of https://arxiv.org/abs/2101.03961, as each transformers model defines it."""
-        import sys
-
-        hf = unwrap_hf(self.model)
-        function = getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)
-        if function is None or getattr(outputs, "router_logits", None) is None:
-            return None
-        text = self.config.get_text_config()
-        experts = getattr(text, "num_experts", None) or text.num_local_experts
-        mask = None if self.packing else _layout(batch, packed=False)[0]["attention_mask"]
-        return function(outputs.router_logits, experts, text.num_experts_per_tok, mask)
+        return TokenOutputs(logprobs, spread_all, self._router_loss(outputs, batch))
 
 
 class ValueModel(_Backbone):
@@ -149,19 +163,23 @@ class RewardModel(_Backbone):
         normalize: subtract the mean and divide by the standard deviation stored in the model's config.
     """
 
-    def __init__(self, model: nn.Module, packing: bool = True, normalize: bool = False) -> None:
-        super().__init__(model, packing)
+    def __init__(self, model: nn.Module, packing: bool = True, normalize: bool = False, aux_loss: bool = False) -> None:
+        super().__init__(model, packing, aux_loss)
         self.normalize = normalize
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """float32 ``[S]``."""
-        hidden, _ = self.hidden_states(batch)
+        return self.outputs(batch).scores
+
+    def outputs(self, batch: MicroBatch) -> ScoreOutputs:
+        """Scores, and the router loss if it was asked for."""
+        hidden, outputs = self.hidden_states(batch)
         scores = _scalar_head(self.model, hidden[batch.cu_seqlens[1:].long() - 1])
         if self.normalize:
             mean, std = getattr(self.config, "mean", None), getattr(self.config, "std", None)
             if mean is not None and std:
                 scores = (scores - mean) / std
-        return scores
+        return ScoreOutputs(scores, self._router_loss(outputs, batch))
 
 
 def _has_predecessor(batch: MicroBatch) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from openrlhf.algorithms.metrics import MetricSum
-from openrlhf.config import DPOConfig, RMConfig, SFTConfig
+from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError
@@ -28,7 +28,7 @@ from openrlhf.workers.distributed import DistributedError, World, init_distribut
 
 logger = get_logger(__name__)
 
-SupervisedConfig = SFTConfig | RMConfig | DPOConfig
+SupervisedConfig = SFTConfig | RMConfig | DPOConfig | KTOConfig
 
 EXPLAINED = (
     CheckpointError,

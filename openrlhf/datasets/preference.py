@@ -1,0 +1,288 @@
+"""Rows of two answers to one prompt, the better and the worse, for reward models and DPO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from datasets import Sequence as SequenceFeature
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config import DPOConfig, RMConfig
+from openrlhf.datasets import text as texts
+from openrlhf.datasets.sft import EMPTY_PROMPT, EMPTY_RESPONSE, TOO_LONG, SFTFormat, tokenize_sft_row
+from openrlhf.datasets.sources import DataError, require_columns
+from openrlhf.datasets.tokenized import tokenize_rows
+
+MARGIN = "margin"
+IDENTICAL = "chosen and rejected are the same"
+IDENTICAL_CUT = "chosen and rejected are the same up to max_len"
+OTHER_PROMPT = "chosen and rejected follow different prompts"
+
+_FEATURES = Features(
+    {
+        "chosen_ids": SequenceFeature(Value("int32")),
+        "chosen_mask": SequenceFeature(Value("bool")),
+        "rejected_ids": SequenceFeature(Value("int32")),
+        "rejected_mask": SequenceFeature(Value("bool")),
+        "margin": Value("float64"),
+        "dropped": Value("string"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class PreferenceFormat:
+    """How a row becomes two texts; see the flags of the same names.
+
+    Attributes:
+        scored: True for reward models: the score is read at the end token, which each half keeps when it is cut.
+            False for DPO: log-probs are summed over the answer, and the prompt has to be told from it.
+        margin: read the column ``margin``.
+    """
+
+    prompt_key: str | None
+    chosen_key: str
+    rejected_key: str
+    input_template: str | None
+    apply_chat_template: bool
+    max_len: int
+    scored: bool
+    margin: bool
+
+    @classmethod
+    def from_config(cls, cfg: RMConfig | DPOConfig) -> PreferenceFormat:
+        """As the flags of train_rm or train_dpo say."""
+        shared = {name: getattr(cfg, name) for name in cls.__dataclass_fields__ if name not in ("scored", "margin")}
+        scored = isinstance(cfg, RMConfig)
+        return cls(**shared, scored=scored, margin=isinstance(cfg, RMConfig) and cfg.margin_loss)
+
+
+@dataclass(frozen=True)
+class TokenizedPair:
+    """One row: ids of both halves, and which tokens belong to the answer (its end token included).
+
+    ``dropped`` is the reason why the row can't be trained on, or empty.
+    """
+
+    chosen_ids: list[int]
+    chosen_mask: list[bool]
+    rejected_ids: list[int]
+    rejected_mask: list[bool]
+    margin: float = 0.0
+    dropped: str = ""
+
+
+class PreferenceDataset:
+    """Usable pairs in the order of the source. Half ``2 i`` is the chosen answer of pair ``i``, ``2 i + 1`` the other.
+
+    Attributes:
+        lengths: int64 ``[2 * pairs]``, tokens of each half.
+        margins: float64 ``[pairs]``, by how much the chosen answer is better; 0 where the data doesn't say.
+        dropped: number of unusable rows by reason.
+    """
+
+    def __init__(self, table: Dataset, dropped: dict[str, int]) -> None:
+        self.dropped = dropped
+        self._table = table
+        columns = ["chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"]
+        self._rows = table.with_format("numpy", columns=columns)
+        halves = zip(table["chosen_mask"], table["rejected_mask"], strict=True)
+        self.lengths = np.array([len(mask) for pair in halves for mask in pair], dtype=np.int64)
+        self.margins = np.array(table["margin"], dtype=np.float64)
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self._rows)
+
+    def fetch(self, halves: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids int32 ``[T]`` and answer mask bool ``[T]`` of some halves; the first token is in no mask."""
+        found: dict[int, Any] = {}
+        result = []
+        for half in halves:
+            pair, which = divmod(int(half), 2)
+            if pair not in found:
+                found[pair] = self._rows[pair]
+            name = "rejected" if which else "chosen"
+            result.append((found[pair][f"{name}_ids"].astype(np.int32), found[pair][f"{name}_mask"]))
+        return result
+
+    def first(self, count: int) -> PreferenceDataset:
+        """The first pairs, as a data set of its own."""
+        return PreferenceDataset(self._table.select(range(min(count, len(self)))), {})
+
+
+def build_preference_dataset(
+    rows: Dataset, cfg: RMConfig | DPOConfig, tokenizer: PreTrainedTokenizerBase, source: str = "the data"
+) -> PreferenceDataset:
+    """Turn all rows into pairs of ids.
+
+    Rows without anything to learn from (an empty answer, twice the same answer, for DPO a prompt as long as
+    ``max_len``) are dropped and counted.
+
+    Raises:
+        DataError: a column is missing, or a row is null or malformed (its number is named), or nothing is left.
+    """
+    style = PreferenceFormat.from_config(cfg)
+    check_preference_columns(rows, style, source)
+    table, dropped = tokenize_rows(
+        rows,
+        lambda row, index: asdict(tokenize_pair(row, index, style, tokenizer, source)),
+        _FEATURES,
+        style=style,
+        tokenizer=tokenizer,
+        num_proc=cfg.dataloader_num_workers,
+        source=source,
+    )
+    return PreferenceDataset(table, dropped)
+
+
+def check_preference_columns(rows: Dataset, style: PreferenceFormat, source: str) -> None:
+    """Raise a DataError when a column that the flags name is missing."""
+    keys = {"prompt_key": style.prompt_key, "chosen_key": style.chosen_key, "rejected_key": style.rejected_key}
+    require_columns(rows, keys, source)
+    if style.margin and MARGIN not in rows.column_names:
+        raise DataError(
+            f"--margin_loss needs a column {MARGIN!r}, which {source} doesn't have; its columns are: "
+            f"{', '.join(rows.column_names)}"
+        )
+
+
+def tokenize_pair(
+    row: dict[str, Any],
+    index: int,
+    style: PreferenceFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str = "the data",
+) -> TokenizedPair:
+    """One row as ids and masks of both halves.
+
+    Raises:
+        DataError: the row is null or malformed.
+    """
+    where = f"{source}, row {index}"
+    for column in (style.prompt_key, style.chosen_key, style.rejected_key):
+        if column is not None and row[column] is None:
+            raise DataError(f"{where}: column {column!r} is null")
+    margin = _margin(row, where) if style.margin else 0.0
+    columns = (style.chosen_key, style.rejected_key)
+    # the length limit comes last: it must not decide which reason is told
+    halves = [_half(row, index, column, style, tokenizer, source) for column in columns]
+    for column, half in zip(columns, halves, strict=True):
+        if isinstance(half, str):
+            return _unusable(f"{half} ({column})" if half == EMPTY_RESPONSE else half)
+    (chosen, chosen_mask), (rejected, rejected_mask) = halves  # type: ignore[misc]
+    if chosen == rejected:
+        return _unusable(IDENTICAL)
+    if style.apply_chat_template and style.prompt_key is None and not style.scored:
+        start = chosen_mask.index(True)
+        if rejected_mask.index(True) != start or chosen[:start] != rejected[:start]:
+            return _unusable(OTHER_PROMPT)
+    if style.scored:
+        end = [tokenizer.eos_token_id]
+        chosen, rejected = (ids[: style.max_len - 1] + end for ids in (chosen, rejected))
+        chosen_mask, rejected_mask = ([False] + [True] * (len(ids) - 1) for ids in (chosen, rejected))
+    else:
+        chosen, chosen_mask = chosen[: style.max_len], chosen_mask[: style.max_len]
+        rejected, rejected_mask = rejected[: style.max_len], rejected_mask[: style.max_len]
+        if not (any(chosen_mask) and any(rejected_mask)):
+            return _unusable(TOO_LONG)
+    if chosen == rejected:
+        return _unusable(IDENTICAL_CUT)
+    return TokenizedPair(chosen, chosen_mask, rejected, rejected_mask, margin)
+
+
+def _unusable(reason: str) -> TokenizedPair:
+    return TokenizedPair([], [], [], [], dropped=reason)
+
+
+def _margin(row: dict[str, Any], where: str) -> float:
+    value = row[MARGIN]
+    if value is None:  # a source without margins beside one that has them
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise DataError(f"{where}: column {MARGIN!r} is {value!r}, not a number")
+    return float(value)
+
+
+_Half = tuple[list[int], list[bool]]
+
+
+def _half(
+    row: dict[str, Any],
+    index: int,
+    column: str,
+    style: PreferenceFormat,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+) -> _Half | str:
+    """Ids and answer mask of one half without a length limit (reward models: without the end token), or why not."""
+    where = f"{source}, row {index}"
+    if style.apply_chat_template:
+        return _chat_half(row, column, style, tokenizer, where)
+    answer = _text(row[column], where, column).rstrip("\n")
+    if not answer:
+        return EMPTY_RESPONSE
+    if style.scored or style.prompt_key is None:
+        prompt = "" if style.prompt_key is None else _text(row[style.prompt_key], where, style.prompt_key)
+        head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
+        return _whole(texts.encode(tokenizer, head + answer), style, tokenizer)
+    layout = SFTFormat(style.prompt_key, column, style.input_template, False, False, False, max_len=1 << 40)
+    done = tokenize_sft_row(row, index, layout, tokenizer, source)
+    return done.dropped or (done.token_ids, done.loss_mask)
+
+
+def _whole(ids: list[int], style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> _Half:
+    """A text with one end token (reward models: none yet), all of it answer but for the first token."""
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    if not style.scored:
+        ids = [*ids, tokenizer.eos_token_id]
+    return ids, [False] + [True] * (len(ids) - 1)
+
+
+def _chat_half(
+    row: dict[str, Any], column: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase, where: str
+) -> _Half | str:
+    messages = texts.as_messages(row[column], "assistant", where)
+    if style.prompt_key is None:
+        if isinstance(row[column], str):
+            raise DataError(
+                f"{where}: column {column!r} is a text; without --prompt_key it should be the whole conversation, a "
+                "list of messages. Name the prompt's column with --prompt_key, or leave out --apply_chat_template"
+            )
+        prompt, answer = messages[:-1], messages[-1:]
+    else:
+        prompt, answer = texts.as_messages(row[style.prompt_key], "user", where), messages
+        if len(answer) > len(prompt) > 0 and answer[: len(prompt)] == prompt:
+            raise DataError(
+                f"{where}: column {column!r} begins with the prompt of column {style.prompt_key!r}, which would come "
+                "twice; leave out --prompt_key"
+            )
+    if not answer or (len(answer) == 1 and not (answer[0]["content"] or answer[0].get("tool_calls"))):
+        return EMPTY_RESPONSE
+    if not prompt:
+        return EMPTY_PROMPT
+    if answer[-1]["role"] != "assistant":
+        raise DataError(f"{where}: column {column!r} ends with a message from {answer[-1]['role']!r}, not assistant")
+    if style.scored:
+        text = texts.render(tokenizer, prompt + answer, False, where).rstrip("\n")
+        return _whole(texts.encode_rendered(tokenizer, text), style, tokenizer)
+    turns = [len(prompt) + i for i, message in enumerate(answer) if message["role"] == "assistant"]
+    text, spans = texts.assistant_spans(tokenizer, prompt + answer, turns, where)
+    ids, mask = texts.encode_spans(tokenizer, text, spans)
+    if ids[-1] != tokenizer.eos_token_id:
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+    return ids, [False, *mask[1:]]
+
+
+def _text(value: Any, where: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: column {column!r} is a {type(value).__name__}, not a text; lists of messages need "
+            "--apply_chat_template"
+        )
+    return value

@@ -1,0 +1,70 @@
+"""Turn all rows of a source into ids once, drop what can't be trained on, and say what was dropped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from datasets import Dataset, Features
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.datasets.sources import DataError
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+DROPPED = "dropped"
+# Below this many rows the result stays in memory; above, on disk, where all ranks share it.
+_IN_MEMORY_ROWS = 20_000
+
+
+def tokenize_rows(
+    rows: Dataset,
+    tokenize: Callable[[dict[str, Any], int], dict[str, Any]],
+    features: Features,
+    *,
+    style: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    num_proc: int,
+    source: str,
+) -> tuple[Dataset, dict[str, int]]:
+    """The usable rows as ids.
+
+    Args:
+        tokenize: a row and its number to the columns of ``features``; the column ``dropped`` is the reason why
+            the row can't be used, or empty.
+        style: everything beside rows and tokenizer that the result depends on; its ``repr`` names a cached result.
+        num_proc: further processes that work; 0 = none.
+
+    Returns:
+        The rows whose ``dropped`` is empty, in their order, and the number of other rows by reason.
+
+    Raises:
+        DataError: nothing is left, or what ``tokenize`` raises.
+    """
+    table = rows.map(
+        tokenize,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=features,
+        num_proc=num_proc or None,
+        keep_in_memory=len(rows) <= _IN_MEMORY_ROWS,
+        new_fingerprint=_fingerprint(rows, style, tokenizer),
+    )
+    reasons = list(table[DROPPED])
+    dropped = dict(Counter(reason for reason in reasons if reason))
+    told = ", ".join(f"{count} x {reason}" for reason, count in sorted(dropped.items()))
+    if len(rows) == sum(dropped.values()):
+        raise DataError(f"{source}: none of the {len(rows)} rows can be trained on: {told}")
+    if dropped:
+        logger.warning("%s: %d of %d rows are left out: %s", source, sum(dropped.values()), len(rows), told)
+        table = table.select([i for i, reason in enumerate(reasons) if not reason])
+    return table, dropped
+
+
+def _fingerprint(rows: Dataset, style: Any, tokenizer: PreTrainedTokenizerBase) -> str:
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
+    parts = [rows._fingerprint, repr(style), backend, str(tokenizer.chat_template), str(tokenizer.special_tokens_map)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,114 @@
+"""Rows of one answer and whether it is good, for KTO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from datasets import Sequence as SequenceFeature
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config import KTOConfig
+from openrlhf.datasets.sft import SFTFormat, tokenize_sft_row
+from openrlhf.datasets.sources import DataError, require_columns
+from openrlhf.datasets.tokenized import tokenize_rows
+
+_FEATURES = Features(
+    {
+        "token_ids": SequenceFeature(Value("int32")),
+        "loss_mask": SequenceFeature(Value("bool")),
+        "label": Value("bool"),
+        "dropped": Value("string"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class UnpairedFormat:
+    """How a row becomes a text with a label."""
+
+    layout: SFTFormat
+    label_key: str
+
+    @classmethod
+    def from_config(cls, cfg: KTOConfig) -> UnpairedFormat:
+        """As the flags of train_kto say."""
+        layout = SFTFormat(
+            cfg.input_key, cfg.output_key, cfg.input_template, cfg.apply_chat_template, False, False, cfg.max_len
+        )
+        return cls(layout, cfg.label_key)
+
+
+class UnpairedDataset:
+    """Usable rows in the order of the source.
+
+    Attributes:
+        lengths: int64 ``[rows]``, tokens of each row.
+        answer_lengths: int64 ``[rows]``, tokens of the answer, which are the last ones of the row.
+        labels: bool ``[rows]``, True for good answers.
+        dropped: number of unusable rows by reason.
+    """
+
+    def __init__(self, table: Dataset, dropped: dict[str, int]) -> None:
+        self.dropped = dropped
+        self._rows = table.with_format("numpy", columns=["token_ids", "loss_mask"])
+        masks = table["loss_mask"]
+        self.lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
+        self.answer_lengths = np.array([sum(mask) for mask in masks], dtype=np.int64)
+        self.labels = np.array(table["label"], dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def fetch(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids int32 ``[T]`` and answer mask bool ``[T]`` of some rows."""
+        rows = (self._rows[int(i)] for i in indices)
+        return [(row["token_ids"].astype(np.int32), row["loss_mask"]) for row in rows]
+
+
+def build_unpaired_dataset(
+    rows: Dataset, cfg: KTOConfig, tokenizer: PreTrainedTokenizerBase, source: str = "the data"
+) -> UnpairedDataset:
+    """Turn all rows into ids, masks and labels.
+
+    Raises:
+        DataError: a column is missing, or a row is null or malformed (its number is named), or nothing is left.
+    """
+    style = UnpairedFormat.from_config(cfg)
+    layout = style.layout
+    keys = {"input_key": layout.input_key, "output_key": layout.output_key, "label_key": style.label_key}
+    require_columns(rows, keys, source)
+    if layout.output_key is None and not layout.apply_chat_template:
+        raise DataError(f"{source}: give --output_key, the column with the answer, or --apply_chat_template")
+
+    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+        done = tokenize_sft_row(row, index, layout, tokenizer, source)
+        label = _label(row[style.label_key], f"{source}, row {index}", style.label_key)
+        return {
+            "token_ids": done.token_ids,
+            "loss_mask": done.loss_mask,
+            "label": label,
+            "dropped": done.dropped,
+        }
+
+    table, dropped = tokenize_rows(
+        rows,
+        tokenize,
+        _FEATURES,
+        style=style,
+        tokenizer=tokenizer,
+        num_proc=cfg.dataloader_num_workers,
+        source=source,
+    )
+    return UnpairedDataset(table, dropped)
+
+
+def _label(value: Any, where: str, column: str) -> bool:
+    if value in (0, 1):  # True and False too
+        return bool(value)
+    raise DataError(
+        f"{where}: column {column!r} is {value!r}; a label is 1 or true for good answers, 0 or false for bad"
+    )

@@ -1,0 +1,212 @@
+"""Kahneman-Tversky optimization (arXiv:2402.01306): preference learning from single answers, good or bad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.losses import kto_loss, kto_reference_point
+from openrlhf.algorithms.metrics import SEQUENCE, STEP, MetricSum
+from openrlhf.batching import MicroBatch
+from openrlhf.config import KTOConfig
+from openrlhf.datasets.order import ResumableOrder
+from openrlhf.datasets.sources import load_rows
+from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
+from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
+from openrlhf.models.logprobs import PolicyModel
+from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient, row_limits
+from openrlhf.trainer.reference import Wanted, reference_logprobs
+from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs
+from openrlhf.trainer.supervised import optimizer_specs, run_command, total_steps
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.distributed import World
+
+
+class MismatchedAnswers:
+    """The prompt of each row with the answer of the next row of its batch (the last one with the first).
+
+    Args:
+        rows: rows of ``data``, batch after batch.
+        batch: rows of a batch.
+        max_len: most tokens of a prompt with its answer, which is cut.
+    """
+
+    def __init__(self, data: UnpairedDataset, rows: Sequence[int], batch: int, max_len: int) -> None:
+        self._data = data
+        self._prompts = np.asarray(rows, dtype=np.int64)
+        self._answers = np.roll(self._prompts.reshape(-1, batch), -1, axis=1).flatten()
+        self._max_len = max_len
+        prompt_lengths = (data.lengths - data.answer_lengths)[self._prompts]
+        self.lengths = np.minimum(prompt_lengths + data.answer_lengths[self._answers], max_len)
+
+    def fetch(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids and answer mask, by position in ``rows``."""
+        places = [int(i) for i in indices]
+        heads = self._data.fetch([int(self._prompts[i]) for i in places])
+        tails = self._data.fetch([int(self._answers[i]) for i in places])
+        result = []
+        for (head, head_mask), (tail, tail_mask) in zip(heads, tails, strict=True):
+            prompt, answer = head[~head_mask], tail[tail_mask]
+            mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+            result.append((np.concatenate([prompt, answer])[: self._max_len], mask[: self._max_len]))
+        return result
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Log-probs of the reference model, float64: of the rows' own answers, and of mismatched ones."""
+
+    own: Tensor
+    mismatched: Tensor
+
+
+class KTOTrainer(PreferenceTrainer):
+    """Makes good answers more and bad answers less likely, relative to the reference model.
+
+    The reference point of a step is estimated over its whole batch, on all ranks, before the loss.
+    """
+
+    sequences_per_row: ClassVar[int] = 1
+    running_means: ClassVar[dict[str, str]] = {"kto_loss": "loss_mean"}
+    eval_names: ClassVar[dict[str, str]] = {
+        "kto_loss": "eval_loss",
+        "chosen_reward": "chosen_reward",
+        "reject_reward": "reject_reward",
+    }
+    cfg: KTOConfig
+    data: UnpairedDataset
+    eval_data: UnpairedDataset
+
+    mismatched: MismatchedAnswers
+    reference: Reference
+    eval_mismatched: MismatchedAnswers | None = None
+    eval_reference: Reference
+    _kl = 0.0
+
+    @property
+    def headline(self) -> tuple[str, ...]:
+        """Metrics shown in the line of each step."""
+        return ("kto_loss", "kl", "lr", "grad_norm")
+
+    def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
+        """Loss of each answer."""
+        cfg = self.cfg
+        data, reference = (self.eval_data, self.eval_reference) if self.evaluating else (self.data, self.reference)
+        logprobs = answer_logprobs(batch, outputs.logprobs)
+        good = torch.from_numpy(data.labels[rows]).to(logprobs.device)
+        result = kto_loss(
+            logprobs,
+            reference.own[rows].to(logprobs.device),
+            good,
+            self._kl,
+            beta=cfg.beta,
+            desirable_weight=cfg.desirable_loss_weight,
+            undesirable_weight=cfg.undesirable_loss_weight,
+        )
+        metrics.add_values("kto_loss", result.per_answer.detach())
+        metrics.add("chosen_reward", result.rewards[good].sum(), good.sum(), SEQUENCE)
+        metrics.add("reject_reward", result.rewards[~good].sum(), (~good).sum(), SEQUENCE)
+        return result.per_answer
+
+    def anchor(self, outputs: Any) -> Tensor:
+        """The log-probs."""
+        return outputs.logprobs
+
+    def _reference_point(self, mismatched: MismatchedAnswers, places: range, reference: Tensor) -> float:
+        logprobs = all_answer_logprobs(self.engine, self.world, mismatched, places, self.limits)
+        return kto_reference_point(logprobs, reference[places.start : places.stop])
+
+    def train_step(self, rows: list[int]) -> MetricSum:
+        """One optimizer step."""
+        end = self.order.consumed
+        self.engine.eval()  # LoRA dropout must not reach the estimate
+        self._kl = self._reference_point(self.mismatched, range(end - len(rows), end), self.reference.mismatched)
+        self.engine.train()
+        metrics = super().train_step(rows)
+        metrics.add("kl", self._kl, 1.0, STEP)
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """``eval_loss`` with the reference point of the whole evaluation data, and both implicit rewards."""
+        self._kl = 0.0
+        if self.eval_mismatched is not None:
+            places = range(len(self.eval_data))
+            self._kl = self._reference_point(self.eval_mismatched, places, self.eval_reference.mismatched)
+        return super().evaluate()
+
+
+def _read_data(cfg: KTOConfig, tokenizer: Any) -> tuple[UnpairedDataset, UnpairedDataset | None]:
+    assert cfg.dataset is not None
+    rows = load_rows(
+        cfg.dataset,
+        split=cfg.dataset_split,
+        probabilities=cfg.dataset_probs,
+        max_samples=cfg.max_samples,
+        seed=cfg.seed,
+        use_modelscope=cfg.use_ms,
+    )
+    evaluation = None
+    if cfg.eval_dataset:
+        eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
+        evaluation = build_unpaired_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
+    return build_unpaired_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
+
+
+def _prepare(
+    cfg: KTOConfig, world: World, data: UnpairedDataset, eval_data: UnpairedDataset | None, steps: int
+) -> dict[str, Any]:
+    """What a :class:`KTOTrainer` needs beside the data: mismatched answers, and reference log-probs."""
+    run_rows = ResumableOrder(len(data), cfg.seed).take(steps * cfg.train_batch_size)
+    used = np.unique(run_rows)
+    limits = row_limits(cfg, KTOTrainer.sequences_per_row)
+    mismatched = MismatchedAnswers(data, run_rows, cfg.train_batch_size, cfg.max_len)
+    wanted = [
+        Wanted("own", data, used.tolist(), limits),
+        Wanted("mismatched", mismatched, range(len(run_rows)), limits),
+    ]
+    eval_mismatched = None
+    if eval_data is not None:
+        wanted.append(Wanted("eval own", eval_data, range(len(eval_data)), limits))
+        if len(eval_data) > 1:
+            eval_mismatched = MismatchedAnswers(eval_data, range(len(eval_data)), len(eval_data), cfg.max_len)
+            wanted.append(Wanted("eval mismatched", eval_mismatched, range(len(eval_data)), limits))
+    found = reference_logprobs(cfg, world, cfg.model_path, wanted)
+    own = torch.full((len(data),), torch.nan, dtype=torch.float64)
+    own[torch.from_numpy(used)] = found["own"]
+    nothing = own[:0]
+    return {
+        "mismatched": mismatched,
+        "reference": Reference(own, found["mismatched"]),
+        "eval_mismatched": eval_mismatched,
+        "eval_reference": Reference(found.get("eval own", nothing), found.get("eval mismatched", nothing)),
+    }
+
+
+def train(cfg: KTOConfig, world: World) -> None:
+    """Everything between the parsed flags and the saved model, on one rank."""
+    check_model_folder(cfg.model_path)
+    tokenizer = load_tokenizer(
+        cfg.model_path, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
+    )
+    data, eval_data = _read_data(cfg, tokenizer)
+    steps = total_steps(cfg, len(data), world)
+    # before the policy is there, so that the two are never in memory together
+    prepared = _prepare(cfg, world, data, eval_data, steps)
+    optimizer, scheduler = optimizer_specs(cfg, steps)
+    model = load_causal_lm(cfg.model_path, cfg)
+    policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
+    engine = TrainEngine(policy, cfg, optimizer, scheduler)
+    trainer = KTOTrainer(cfg, world, engine, tokenizer, data, eval_data, steps)
+    for name, value in prepared.items():
+        setattr(trainer, name, value)
+    trainer.fit()
+
+
+def run(cfg: KTOConfig) -> int:
+    """Train; returns the exit status."""
+    return run_command(cfg, train)

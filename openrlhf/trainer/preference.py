@@ -1,0 +1,141 @@
+"""What training on preferences has in common: one step, its metrics and an evaluation, for pairs and single answers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.algorithms.metrics import SEQUENCE, STEP, TOKEN, MetricSum, WeightedMean
+from openrlhf.batching import MicroBatch
+from openrlhf.config import DPOConfig, KTOConfig, RMConfig
+from openrlhf.trainer.sequences import BLOCK, Limits, Sequences, micro_batches
+from openrlhf.trainer.supervised import SupervisedTrainer, reduce_metrics
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.distributed import World
+
+PreferenceConfig = RMConfig | DPOConfig | KTOConfig
+
+# As in the flag's description: weights below this switch the router loss off.
+_AUX_LOSS_MIN = 1e-8
+
+
+class PreferenceData(Sequences, Protocol):
+    """Rows of one or more sequences each."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+
+def aux_coefficient(cfg: PreferenceConfig) -> float:
+    """Weight of the router loss; 0 when it is off."""
+    return cfg.aux_loss_coef if cfg.aux_loss_coef > _AUX_LOSS_MIN else 0.0
+
+
+class PreferenceTrainer(SupervisedTrainer):
+    """Minimises the mean of a loss over the rows of each batch.
+
+    A row is one sequence, or several that must be in the same micro-batch. The denominator is the number of rows
+    of the optimizer step over all ranks, so ranks, micro-batches and packing don't change the loss.
+    """
+
+    sequences_per_row: ClassVar[int]
+    # metric of a step -> name of its mean over the steps since metrics were last sent
+    running_means: ClassVar[dict[str, str]]
+    # metric of a step -> its name in an evaluation
+    eval_names: ClassVar[dict[str, str]]
+
+    def __init__(
+        self,
+        cfg: PreferenceConfig,
+        world: World,
+        engine: TrainEngine,
+        tokenizer: PreTrainedTokenizerBase,
+        data: PreferenceData,
+        eval_data: PreferenceData | None,
+        steps: int,
+    ) -> None:
+        super().__init__(cfg, world, engine, tokenizer, len(data), eval_data is not None, steps)
+        self.data = data
+        self.eval_data = eval_data
+        self.limits = row_limits(cfg, self.sequences_per_row)
+        self._aux_coef = aux_coefficient(cfg)
+        self._window = MetricSum()
+
+    @abstractmethod
+    def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
+        """Loss of each row of a micro-batch, ``[rows]``; adds the metrics of these rows.
+
+        Args:
+            rows: rows of the training data, or while evaluating, of the evaluation data.
+            outputs: what the engine gave for the batch.
+        """
+
+    @abstractmethod
+    def anchor(self, outputs: Any) -> Tensor:
+        """A tensor of the outputs that depends on the weights, for the gradient of a stand-in."""
+
+    def _groups(self, rows: Sequence[int]) -> list[range]:
+        size = self.sequences_per_row
+        return [range(size * row, size * (row + 1)) for row in rows]
+
+    def train_step(self, rows: list[int]) -> MetricSum:
+        """One optimizer step."""
+        metrics = MetricSum()
+        for name in self.running_means:  # a rank may have nothing but stand-ins
+            metrics.add(name, 0.0, 0.0, SEQUENCE)
+        groups = self._groups(rows)
+        tokens = sum(int(self.data.lengths[list(group)].sum()) for group in groups)
+        batches = list(micro_batches(self.data, groups, self.engine, self.world, self.limits))
+        for index, (members, batch) in enumerate(batches):
+            outputs = self.engine(batch)
+            if members:
+                loss = self.row_losses([rows[i] for i in members], batch, outputs, metrics).sum() / len(rows)
+            else:
+                loss = self.anchor(outputs).sum() * 0
+            if outputs.aux_loss is not None:
+                share = batch.num_tokens / tokens if members else 0.0
+                loss = loss + self._aux_coef * share * outputs.aux_loss
+                metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
+            self.engine.backward(loss.float(), last=index == len(batches) - 1)
+        stats = self.engine.step()
+        metrics.add("grad_norm", stats.grad_norm, 1.0, STEP)
+        metrics.set_latest("lr", stats.lr)
+        return self._with_running_means(metrics)
+
+    def _with_running_means(self, metrics: MetricSum) -> MetricSum:
+        step = metrics.to_numbers()
+        named: dict[str, WeightedMean] = {mean: step[name] for name, mean in self.running_means.items()}
+        self._window = self._window.merge(MetricSum(named))
+        step = step.merge(self._window)
+        if self.engine.step_count % max(1, self.cfg.logging_steps) == 0:
+            self._window = MetricSum()
+        return step
+
+    def evaluate(self) -> dict[str, float]:
+        """Means over all rows of the evaluation data, each row once."""
+        assert self.eval_data is not None
+        metrics = MetricSum()
+        with torch.no_grad():
+            for start in range(0, len(self.eval_data), BLOCK):
+                groups = self._groups(range(start, min(start + BLOCK, len(self.eval_data))))
+                for members, batch in micro_batches(self.eval_data, groups, self.engine, self.world, self.limits):
+                    outputs = self.engine(batch)
+                    if members:
+                        self.row_losses([start + i for i in members], batch, outputs, metrics)
+        values = reduce_metrics(metrics)
+        return {shown: values[name] for name, shown in self.eval_names.items() if name in values}
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether rows are those of the evaluation data at the moment."""
+        return not self.engine.module.training
+
+
+def row_limits(cfg: PreferenceConfig, sequences_per_row: int) -> Limits:
+    """What a micro-batch of rows may hold; ``--micro_train_batch_size`` counts rows."""
+    return Limits(cfg.micro_train_batch_size, sequences_per_row * cfg.max_len, cfg.packing_samples)

@@ -1,0 +1,109 @@
+"""Log-probs of answers under the reference model: computed once, before training, and then the model is gone."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf import platform
+from openrlhf.config import DPOConfig, KTOConfig
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.logprobs import PolicyModel
+from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
+from openrlhf.utils.logging import get_logger
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.distributed import World, broadcast_object
+
+logger = get_logger(__name__)
+
+CACHE_FILE = "reference_logprobs.pt"
+# Sequences whose tokens go into the key of the cache; of the others it has the lengths.
+_SAMPLED = 1000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Sequences to score, under a name."""
+
+    name: str
+    sequences: Sequences
+    indices: Sequence[int]
+    limits: Limits
+
+
+def reference_logprobs(
+    cfg: DPOConfig | KTOConfig, world: World, path: str, wanted: Sequence[Wanted]
+) -> dict[str, Tensor]:
+    """Log-probs of answers under the model at ``path``; all ranks call it and get the same.
+
+    A run that writes checkpoints also keeps the result in its run folder, and takes it from there when it is resumed
+    with the same model and data.
+
+    Returns:
+        For each name float64 ``[len(indices)]``, on the CPU.
+    """
+    key = _key(cfg, path, wanted) if world.is_first else ""
+    file = Path(cfg.run_folder) / CACHE_FILE
+    found: dict[str, Tensor] | None = None
+    if cfg.load_checkpoint:
+        found = broadcast_object(_read(file, key) if world.is_first else None)
+    if found is not None:
+        logger.info("log-probs of the reference model: read from %s", file)
+        return found
+    logger.info("log-probs of the reference model %s: %d answers", path, sum(len(part.indices) for part in wanted))
+    policy = PolicyModel(load_causal_lm(path, cfg, trainable=False), packing=cfg.packing_samples)
+    engine = TrainEngine(policy, cfg, optimizer=None, param_offload=cfg.ref_offload)
+    result = {
+        part.name: all_answer_logprobs(engine, world, part.sequences, part.indices, part.limits) for part in wanted
+    }
+    bad = [name for name, values in result.items() if not bool(torch.isfinite(values).all())]
+    if bad:
+        raise FloatingPointError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
+    del policy, engine
+    gc.collect()
+    platform.empty_cache()
+    if world.is_first and cfg.save_steps > 0:
+        _write(file, key, result)
+    return result
+
+
+def _key(cfg: DPOConfig | KTOConfig, path: str, wanted: Sequence[Wanted]) -> str:
+    digest = hashlib.sha256()
+    folder = Path(path).expanduser()
+    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")) if folder.is_dir() else []
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    settings = (path, stats, cfg.param_dtype, cfg.packing_samples, cfg.micro_train_batch_size, cfg.max_len)
+    digest.update(repr(settings).encode())
+    for part in wanted:
+        indices = np.asarray(part.indices, dtype=np.int64)
+        digest.update(part.name.encode())
+        digest.update(indices.tobytes())
+        digest.update(np.ascontiguousarray(part.sequences.lengths[indices]).tobytes())
+        for ids, mask in part.sequences.fetch(indices[:: max(1, len(indices) // _SAMPLED)].tolist()):
+            digest.update(np.ascontiguousarray(ids).tobytes() + np.ascontiguousarray(mask).tobytes())
+    return digest.hexdigest()
+
+
+def _read(file: Path, key: str) -> dict[str, Tensor] | None:
+    if not file.is_file():
+        return None
+    saved = torch.load(file, weights_only=True)
+    if saved["key"] != key:
+        logger.warning("%s is of another model, other data or other flags, and is made anew", file)
+        return None
+    return saved["logprobs"]
+
+
+def _write(file: Path, key: str, result: dict[str, Tensor]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    torch.save({"key": key, "logprobs": result}, scratch)
+    os.replace(scratch, file)

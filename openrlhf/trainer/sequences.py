@@ -1,0 +1,94 @@
+"""Micro-batches of tokenized sequences, and summed log-probs of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from openrlhf.algorithms.packed import masked_sequence_sum
+from openrlhf.batching import MicroBatch, pack, plan_micro_batches
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.distributed import World
+
+BLOCK = 1024
+"""Groups planned at a time outside of training; a plan over a whole data set would take long to make."""
+
+
+class Sequences(Protocol):
+    """Tokenized sequences by number."""
+
+    lengths: np.ndarray
+
+    def fetch(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Token ids ``[T]`` and answer mask bool ``[T]`` of some sequences."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one micro-batch may hold.
+
+    Attributes:
+        groups: most groups (pairs, or single sequences).
+        group_tokens: most tokens of a group.
+        packing: fill each micro-batch up to as many tokens as ``groups`` of the longest groups have, whatever
+            their number.
+    """
+
+    groups: int
+    group_tokens: int
+    packing: bool
+
+
+def micro_batches(
+    sequences: Sequences, groups: Sequence[Sequence[int]], engine: TrainEngine, world: World, limits: Limits
+) -> Iterator[tuple[list[int], MicroBatch]]:
+    """This rank's share of some groups of sequences, on its device; as many micro-batches on every rank.
+
+    Yields:
+        Positions in ``groups``, and the sequences of these groups one after another with the column ``mask``.
+        Without positions the batch is a stand-in.
+    """
+    lengths = [int(sequences.lengths[list(group)].sum()) for group in groups]
+    plan = plan_micro_batches(
+        lengths,
+        engine.data_parallel_size,
+        micro_batch_size=None if limits.packing else limits.groups,
+        max_tokens=limits.groups * limits.group_tokens if limits.packing else None,
+    )
+    for members in plan.ranks[world.rank]:
+        parts = sequences.fetch([index for i in members for index in groups[i]])
+        batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
+        if not parts:
+            batch = batch.with_columns(mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
+        yield list(members), batch.to(engine.device)
+
+
+def answer_logprobs(batch: MicroBatch, logprobs: Tensor) -> Tensor:
+    """float64 ``[S]``: log-prob of each sequence's answer, the sum over its mask."""
+    return masked_sequence_sum(logprobs.double(), batch.columns["mask"], batch.cu_seqlens)
+
+
+def all_answer_logprobs(
+    engine: TrainEngine, world: World, sequences: Sequences, indices: Sequence[int], limits: Limits
+) -> Tensor:
+    """float64 ``[len(indices)]`` on the CPU: :func:`answer_logprobs` of some sequences, the same on all ranks.
+
+    Without gradients; the engine holds a policy. All ranks call it.
+    """
+    sums = torch.zeros(len(indices), dtype=torch.float64)
+    with torch.no_grad():
+        for start in range(0, len(indices), BLOCK):
+            groups = [(int(index),) for index in indices[start : start + BLOCK]]
+            for members, batch in micro_batches(sequences, groups, engine, world, limits):
+                values = answer_logprobs(batch, engine(batch).logprobs)
+                if members:
+                    sums[[start + i for i in members]] = values.cpu()
+    if world.size > 1:
+        dist.all_reduce(sums)  # each sequence was on one rank, and is 0 on the others
+    return sums
