@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from openrlhf.models.loading import unwrap_hf
 from openrlhf.models.lora import is_peft
+from openrlhf.models.partition import full_shape
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,6 @@ class ExportedWeight:
         for n in self.shape:
             count *= n
         return count * self.dtype.itemsize
-
-
-def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of a parameter before ZeRO-3 partitioned it."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def exported_weights(model: nn.Module) -> list[ExportedWeight]:

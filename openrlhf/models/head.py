@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from openrlhf.models.fused import can_fuse, fuse
+
 CHUNK_BYTES = 256 << 20
+"""Most bytes of one chunk's logits; with their gradient, twice as much is alive at a time."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,14 @@ class HeadScaling:
         return cls(scale / divisor, float(softcap) if softcap else None)
 
 
-def chunk_rows(vocabulary: int, budget: int = CHUNK_BYTES) -> int:
-    """Rows whose float32 logits fit into ``budget`` bytes; at least one."""
-    return max(1, budget // (4 * vocabulary))
+def chunk_rows(vocabulary: int, item_bytes: int, fused: bool, budget: int = CHUNK_BYTES) -> int:
+    """Rows of logits to make at a time; at least one.
+
+    Args:
+        item_bytes: size of a raw logit.
+        fused: whether a kernel reads raw logits and writes results; without, there are copies in float32.
+    """
+    return max(1, budget // (vocabulary * (item_bytes if fused else 2 * max(item_bytes, 4))))
 
 
 def head_logprobs(
@@ -66,7 +74,9 @@ def head_logprobs(
     if not hasattr(head, "plain_forward"):
         object.__setattr__(head, "plain_forward", head.forward)
         head.forward = types.MethodType(_forward_or_logprobs, head)  # type: ignore[method-assign]
-    request = _Request(targets, temperature, entropy, scaling, rows or chunk_rows(head.out_features))
+    fused = can_fuse(hidden.device)
+    rows = rows or chunk_rows(head.out_features, hidden.element_size(), fused)
+    request = _Request(targets, temperature, entropy, scaling, rows, fused)
     logprobs, spread = head(hidden, request)
     return logprobs, (spread if entropy else None)
 
@@ -78,6 +88,7 @@ class _Request:
     entropy: bool
     scaling: HeadScaling
     rows: int
+    fused: bool
 
 
 def _forward_or_logprobs(self: Any, hidden: Tensor, request: _Request | None = None) -> Any:
@@ -87,17 +98,68 @@ def _forward_or_logprobs(self: Any, hidden: Tensor, request: _Request | None = N
     return _ChunkedLogprobs.apply(hidden, self.weight, self.bias, request)
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, request: _Request) -> Tensor:
-    """float32 ``[rows, V]`` logits divided by the temperature."""
-    logits = F.linear(hidden, weight, bias).float()
-    scaling = request.scaling
-    if scaling.scale != 1.0:
-        logits = logits.mul_(scaling.scale)
-    if scaling.softcap is not None:
-        logits = logits.div_(scaling.softcap).tanh_().mul_(scaling.softcap)
-    if request.temperature != 1.0:
-        logits = logits.div_(request.temperature)
+def _scaled(raw: Tensor, scale: float, softcap: float | None, temperature: float) -> Tensor:
+    """float32 ``[rows, V]`` logits divided by the temperature; may change float32 input."""
+    logits = raw.float()
+    if scale != 1.0:
+        logits = logits.mul_(scale)
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        logits = logits.div_(temperature)
     return logits
+
+
+def _statistics(
+    raw: Tensor, targets: Tensor, scale: float, softcap: float | None, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: log-prob of the target, log of the normaliser, entropy (or zeros)."""
+    logits = _scaled(raw, scale, softcap, temperature)
+    log_z = torch.logsumexp(logits, dim=-1)
+    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - log_z
+    if not entropy:
+        return logprobs, log_z, torch.zeros_like(log_z)
+    # H = log Z - sum p x; p x is 0 where p is 0, also for x = -inf
+    probs = (logits - log_z[:, None]).exp()
+    return logprobs, log_z, log_z - torch.where(probs > 0, probs * logits, 0.0).sum(-1)
+
+
+def _logit_gradient(
+    raw: Tensor,
+    targets: Tensor,
+    log_z: Tensor,
+    spread: Tensor,
+    grad_logprobs: Tensor,
+    grad_spread: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    entropy: bool,
+) -> Tensor:
+    """Gradient with respect to the raw output of the projection, ``[rows, V]`` in its number format.
+
+    With x the scaled logits and p their softmax: d logp(target) / dx = onehot - p and
+    dH / dx = -p (log p + H).
+    """
+    dtype = raw.dtype
+    logits = _scaled(raw, scale, softcap, temperature)
+    squash = None
+    if softcap is not None:
+        # d(cap tanh(y / cap)) / dy = 1 - tanh(y / cap)^2
+        squash = 1.0 - (logits * (temperature / softcap)).square()
+    log_probs = logits.sub_(log_z[:, None])
+    if entropy:
+        probs = log_probs.exp()
+        weights = torch.where(probs > 0, log_probs + spread[:, None], 0.0).mul_(-grad_spread[:, None])
+        grad = probs.mul_(weights.sub_(grad_logprobs[:, None]))
+    else:
+        grad = log_probs.exp_().mul_(-grad_logprobs[:, None])
+    columns = torch.arange(raw.shape[1], device=raw.device)
+    grad = torch.where(columns == targets[:, None], grad + grad_logprobs[:, None], grad)
+    if squash is not None:
+        grad = grad.mul_(squash)
+    factor = scale / temperature
+    return (grad.mul_(factor) if factor != 1.0 else grad).to(dtype)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -105,28 +167,28 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, request: _Request
     ) -> tuple[Tensor, Tensor]:
-        count = hidden.shape[0]
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
-        normaliser = torch.empty_like(logprobs)
-        spread = torch.zeros_like(logprobs)
-        for start in range(0, count, request.rows):
+        statistics = fuse(_statistics) if request.fused else _statistics
+        scaling = request.scaling
+        parts = []
+        for start in range(0, hidden.shape[0], request.rows):
             part = slice(start, start + request.rows)
-            logits = _scaled_logits(hidden[part], weight, bias, request)
-            log_z = torch.logsumexp(logits, dim=-1)
-            normaliser[part] = log_z
-            logprobs[part] = logits.gather(1, request.targets[part, None]).squeeze(1) - log_z
-            if request.entropy:
-                # H = log Z - sum p x; p x is 0 where p is 0, also for x = -inf
-                probs = (logits - log_z[:, None]).exp_()
-                spread[part] = log_z - torch.where(probs > 0, probs * logits, 0.0).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, normaliser, spread)
+            raw = F.linear(hidden[part], weight, bias)
+            parts.append(
+                statistics(
+                    raw, request.targets[part], scaling.scale, scaling.softcap, request.temperature, request.entropy
+                )
+            )
+        logprobs, log_z, spread = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, log_z, spread)
         ctx.request = request
         return logprobs, spread
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_spread: Tensor) -> Any:
-        hidden, weight, bias, normaliser, spread = ctx.saved_tensors
+        hidden, weight, bias, log_z, spread = ctx.saved_tensors
         request: _Request = ctx.request
+        scaling = request.scaling
+        gradient = fuse(_logit_gradient) if request.fused else _logit_gradient
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # many chunks are added up: in float32, whatever the weights are
@@ -134,12 +196,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if need_bias else None
         for start in range(0, hidden.shape[0], request.rows):
             part = slice(start, start + request.rows)
-            grad = _logit_gradient(ctx, part, grad_logprobs[part], grad_spread[part], spread[part], normaliser[part])
-            grad = grad.to(weight.dtype)
+            grad = gradient(
+                F.linear(hidden[part], weight, bias),
+                request.targets[part],
+                log_z[part],
+                spread[part],
+                grad_logprobs[part],
+                grad_spread[part],
+                scaling.scale,
+                scaling.softcap,
+                request.temperature,
+                request.entropy,
+            )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight += grad.t() @ hidden[part]
+                _add_product(grad_weight, grad.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
         return (
@@ -150,30 +222,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-def _logit_gradient(
-    ctx: Any, part: slice, grad_logprobs: Tensor, grad_spread: Tensor, spread: Tensor, normaliser: Tensor
-) -> Tensor:
-    """Gradient of one chunk with respect to the raw output of the projection, float32 ``[rows, V]``.
-
-    With x the scaled logits and p their softmax: d logp(target) / dx = onehot - p and
-    dH / dx = -p (log p + H).
-    """
-    hidden, weight, bias = ctx.saved_tensors[:3]
-    request: _Request = ctx.request
-    logits = _scaled_logits(hidden[part], weight, bias, request)
-    squash = None
-    if request.scaling.softcap is not None:
-        # d(cap tanh(y / cap)) / dy = 1 - tanh(y / cap)^2
-        squash = 1.0 - (logits * (request.temperature / request.scaling.softcap)).square()
-    log_probs = logits.sub_(normaliser[:, None])
-    if request.entropy:
-        probs = log_probs.exp()
-        weights = torch.where(probs > 0, log_probs + spread[:, None], 0.0).mul_(-grad_spread[:, None])
-        grad = probs.mul_(weights.sub_(grad_logprobs[:, None]))
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` with a float32 sum."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif a.dtype == torch.float32:
+        total.addmm_(a, b)
     else:
-        grad = log_probs.exp_().mul_(-grad_logprobs[:, None])
-    grad.scatter_add_(1, request.targets[part, None], grad_logprobs[:, None])
-    if squash is not None:
-        grad.mul_(squash)
-    factor = request.scaling.scale / request.temperature
-    return grad.mul_(factor) if factor != 1.0 else grad
+        total += a @ b

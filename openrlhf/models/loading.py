@@ -25,8 +25,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from openrlhf import platform
 from openrlhf.models.attention import PACKED_ATTENTION, check_packing
+from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.lora import LoraSettings, add_lora, is_peft
+from openrlhf.models.partition import whole
 from openrlhf.utils.files import publish_folder, temporary_folder
 from openrlhf.utils.logging import get_logger, note_once
 
@@ -249,6 +252,8 @@ def _from_pretrained(
         raise ModelLoadError(f"cannot load model {path!r}: {type(error).__name__}: {_first_line(error)}") from error
     if opts.packing_samples and attention != "flash_attention_2":
         check_packing(config, type(model))
+    if platform.device_type() == "cuda" and not opts.use_liger_kernel:
+        fuse_elementwise(model)
     model.openrlhf_original_config = dropout
     model.config.use_cache = False
     return model, set(info["missing_keys"])
@@ -345,17 +350,9 @@ def load_sequence_regression(
 
 def _init_head(head: nn.Linear, hidden: int, seed: int) -> None:
     """Draw the head from N(0, 1/(hidden + 1)); the same on every rank, also when it is partitioned."""
-    weight = head.weight
     values = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed)) * (hidden + 1) ** -0.5
-    partitioned = hasattr(weight, "ds_id")
-    context: Any = contextlib.nullcontext()
-    if partitioned:
-        import deepspeed
-
-        context = deepspeed.zero.GatheredParameters([weight], modifier_rank=0)
-    with context, torch.no_grad():
-        if weight.numel() == values.numel():
-            weight.copy_(values.to(weight))
+    with whole([head.weight], write=True), torch.no_grad():
+        head.weight.copy_(values.to(head.weight))
 
 
 def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | None = None) -> PreTrainedTokenizerBase:

@@ -19,6 +19,7 @@ from openrlhf import platform
 from openrlhf.models.export import ExportedWeight, exported_weights
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.lora import is_peft
+from openrlhf.models.partition import whole
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.distributed import all_reduce_sum, barrier
@@ -284,16 +285,6 @@ class TrainEngine:
 
     # ------------------------------------------------------------------------------------------------- weights out
 
-    @contextlib.contextmanager
-    def _whole(self, weights: list[ExportedWeight]) -> Iterator[None]:
-        """Parameters complete on every rank (collective under ZeRO-3)."""
-        sources = list({id(p): p for w in weights for p in w.sources if hasattr(p, "ds_id")}.values())
-        if not sources:
-            yield
-            return
-        with deepspeed.zero.GatheredParameters(sources):
-            yield
-
     def parameter_meta(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and full shape of each exported weight, in the order of :meth:`gathered_parameters`."""
         return [(w.name, w.dtype, w.shape) for w in exported_weights(self.hf_model)]
@@ -307,7 +298,7 @@ class TrainEngine:
             bucket_bytes: most bytes in a bucket; a larger weight comes alone.
         """
         for bucket in self._buckets(bucket_bytes):
-            with self._whole(bucket):
+            with whole(p for w in bucket for p in w.sources):
                 tensors = [(w.name, w.build()) for w in bucket]
             yield tensors
 
@@ -359,10 +350,7 @@ class TrainEngine:
             named = list(model.named_parameters())
         state: dict[str, Tensor] = {}
         for name, parameter in named:
-            context: Any = contextlib.nullcontext()
-            if hasattr(parameter, "ds_id"):
-                context = deepspeed.zero.GatheredParameters([parameter])
-            with context:
+            with whole([parameter]):
                 if keep:
                     state[name] = parameter.detach().to("cpu", copy=True)
         if keep and not is_peft(model):
@@ -449,11 +437,20 @@ class TrainEngine:
         if path is None:
             raise files.CheckpointError(f"DeepSpeed could not read checkpoint {Path(root) / tag}")
         self.step_count = int(state["step_count"])
+        if universal:
+            self._separate_steps()
         self._apply_settings(asked)
         rng = Path(root) / tag / f"rng_{dist.get_rank()}.pt"
         if rng.is_file():
             files.set_rng_state(torch.load(rng, weights_only=False))
         return dict(state["client_state"])
+
+    def _separate_steps(self) -> None:
+        """DeepSpeed gives all weights of a universal checkpoint one step counter (ZeRO-3), which each would raise."""
+        optimizer = getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
+        for state in optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
 
     def _apply_settings(self, groups: list[dict[str, Any]]) -> None:
         """After a resume, this run's flags hold (rates, decay, length of the schedule), not those of the checkpoint."""
@@ -475,7 +472,8 @@ class TrainEngine:
         if saved["world_size"] != now["world_size"]:
             wrong.append(
                 f"it was written by {saved['world_size']} ranks and this run has {now['world_size']} (start with "
-                "the same number, or convert it with DeepSpeed's ds_to_universal and pass --use_ds_universal_ckpt)"
+                f"the same number, or run `openrlhf convert universal --ckpt_path {root}` and add "
+                "--use_ds_universal_ckpt)"
             )
         if wrong:
             raise files.CheckpointError(f"cannot resume from {Path(root) / tag}: {'; '.join(wrong)}")
@@ -492,7 +490,8 @@ class TrainEngine:
         if self._engine is None:
             self.module.to("cpu")
         elif self.training and not self.opts.adam_offload:
-            self._engine.offload_states(pin_memory=True, non_blocking=True)
+            with _any_adam_may_sleep():
+                self._engine.offload_states(pin_memory=True, non_blocking=True)
         platform.synchronize()
         platform.empty_cache()
 
@@ -506,6 +505,19 @@ class TrainEngine:
         elif self.training and not self.opts.adam_offload:
             self._engine.reload_states(non_blocking=True)
         platform.synchronize()
+
+
+@contextlib.contextmanager
+def _any_adam_may_sleep() -> Iterator[None]:
+    """ZeRO-3 offloads the states of FusedAdam only, by an exact test of the class; torch's AdamW has the same states."""
+    from deepspeed.ops.adam import fused_adam
+
+    original = fused_adam.FusedAdam
+    fused_adam.FusedAdam = torch.optim.AdamW
+    try:
+        yield
+    finally:
+        fused_adam.FusedAdam = original
 
 
 def finite_everywhere(flag: bool) -> bool:

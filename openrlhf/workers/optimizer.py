@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from openrlhf import platform
-from openrlhf.models.export import full_shape
+from openrlhf.models.partition import full_shape
 
 _MIN_LR_SCHEDULERS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 

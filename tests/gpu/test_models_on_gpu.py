@@ -1,0 +1,143 @@
+"""What only a GPU can show about models and the engine: kernels, memory, offload."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from model_cases import options, packed, reference_logprobs, sequences  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from openrlhf.batching import pack  # noqa: E402
+from openrlhf.models import PolicyModel, load_causal_lm  # noqa: E402
+from openrlhf.models.head import CHUNK_BYTES  # noqa: E402
+from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+LENGTHS = (300, 5, 1, 64, 129, 2)
+SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("gpu")
+    return {
+        "llama": make_tiny_model(root / "llama", "llama", **SHAPE),  # type: ignore[arg-type]
+        "mistral": make_tiny_model(root / "mistral", "mistral", sliding_window=50, **SHAPE),  # type: ignore[arg-type]
+    }
+
+
+@pytest.fixture(scope="module")
+def world() -> Any:
+    from openrlhf.workers.distributed import init_distributed
+
+    return init_distributed(timeout_s=120)
+
+
+def exact(folder: str, items: list[torch.Tensor]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float64)
+    with torch.no_grad():
+        return reference_logprobs(model, items)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-3), ("bf16", 0.4), ("fp16", 0.05)])
+@pytest.mark.parametrize("packing", [True, False])
+def test_packed_attention_on_the_device(
+    folders: dict[str, str], arch: str, dtype: str, bound: float, packing: bool
+) -> None:
+    items = sequences(LENGTHS)
+    opts = options(param_dtype=dtype, packing_samples=packing)
+    model = load_causal_lm(folders[arch], opts).cuda()
+    with torch.no_grad():
+        got = PolicyModel(model, packing)(packed(items).to("cuda")).logprobs.double().cpu()
+    assert float((got - exact(folders[arch], items)).abs().mean()) < bound / 5
+    assert float((got - exact(folders[arch], items)).abs().max()) < bound
+
+
+def test_gradients_of_packed_attention_in_bf16(folders: dict[str, str]) -> None:
+    items = sequences(LENGTHS)
+    model = load_causal_lm(folders["llama"], options(param_dtype="bf16")).cuda()
+    PolicyModel(model)(packed(items).to("cuda")).logprobs.sum().backward()
+    dense = AutoModelForCausalLM.from_pretrained(folders["llama"], attn_implementation="eager", dtype=torch.float64)
+    reference_logprobs(dense, items).sum().backward()
+    expected = dict(dense.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and expected[name].grad is not None
+        a, b = parameter.grad.double().cpu().flatten(), expected[name].grad.flatten()
+        assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) > 0.99, name
+
+
+def test_logits_never_take_more_than_their_budget() -> None:
+    """A vocabulary of 150,000 and 8,000 tokens: all logits in float32 would be 4.8 GB."""
+    from openrlhf.models.head import HeadScaling, head_logprobs
+
+    head = torch.nn.Linear(256, 150_000, bias=False, dtype=torch.bfloat16, device="cuda")
+    hidden = torch.randn(8_000, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    targets = torch.randint(0, 150_000, (8_000,), device="cuda")
+    head_logprobs(head, hidden[:8], targets[:8], 1.0, True, HeadScaling())  # workspaces
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    logprobs, entropy = head_logprobs(head, hidden, targets, 1.0, True, HeadScaling())
+    assert entropy is not None
+    (logprobs.sum() + entropy.sum()).backward()
+    weights = 150_000 * 256 * (4 + 2)
+    assert torch.cuda.max_memory_allocated() - before - weights <= 2 * CHUNK_BYTES + CHUNK_BYTES // 8
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_engine_on_the_device(folders: dict[str, str], world: Any, stage: int, offload: bool) -> None:
+    """The loss falls the same with the optimizer on the CPU, and after the states were away and back."""
+    from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
+
+    items = sequences(LENGTHS)
+    opts = options(zero_stage=stage, param_dtype="bf16", adam_offload=offload, gradient_checkpointing=True)
+    engine = TrainEngine(PolicyModel(load_causal_lm(folders["llama"], opts)), opts, OptimizerSpec(1e-3))
+    losses = []
+    for step in range(6):
+        if step == 3:
+            used = torch.cuda.memory_allocated()
+            engine.offload_states()
+            if not offload:
+                assert torch.cuda.memory_allocated() < used
+            engine.reload_states()
+        total = 0.0
+        for last, members in ((False, [0, 1]), (True, [2, 3, 4, 5])):
+            loss = -engine(pack(items, {}, members).to(engine.device)).logprobs.sum() / 500
+            engine.backward(loss, last=last)
+            total += float(loss.detach())
+        engine.step()
+        losses.append(total)
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5, losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloaded_states_come_back_as_they_were(folders: dict[str, str], world: Any, stage: int) -> None:
+    from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
+
+    opts = options(zero_stage=stage, param_dtype="bf16")
+    engine = TrainEngine(PolicyModel(load_causal_lm(folders["llama"], opts)), opts, OptimizerSpec(1e-3))
+    batch = packed(sequences(LENGTHS)).to(engine.device)
+    engine.backward(-engine(batch).logprobs.mean(), last=True)
+    engine.step()
+
+    def states() -> list[torch.Tensor]:
+        inner = engine._engine.optimizer.optimizer
+        kept = [p for group in inner.param_groups for p in group["params"]]
+        kept += [value for state in inner.state.values() for value in state.values()]
+        weights = [tensor for bucket in engine.gathered_parameters() for _, tensor in bucket]
+        return [tensor.detach().clone() for tensor in (*kept, *weights)]
+
+    before = states()
+    for _ in range(2):
+        engine.offload_states()
+        engine.reload_states()
+    assert all(torch.equal(a, b) for a, b in zip(before, states(), strict=True))

@@ -1,0 +1,54 @@
+"""Fused forms are used where they compute the same, and only there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from model_cases import options, packed, sequences
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from openrlhf.models import PolicyModel, load_causal_lm
+from openrlhf.models.fused import can_fuse, fuse_elementwise
+from openrlhf.utils.tiny_model import make_tiny_model
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
+def test_fused_model_gives_the_same_values_and_gradients(tmp_path: Path, arch: str) -> None:
+    folder = make_tiny_model(tmp_path / "m", arch)
+    models = [load_causal_lm(folder, options()), load_causal_lm(folder, options())]
+    with torch.no_grad():
+        for model in models:  # norm weights of 1 would hide a wrong form
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.copy_(1 + torch.arange(parameter.numel()) / parameter.numel())
+    assert fuse_elementwise(models[1]) >= 2 * 3 + 1  # type: ignore[arg-type]
+    outputs = [PolicyModel(model)(packed(sequences())).logprobs for model in models]
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
+    for output in outputs:
+        output.sum().backward()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_other_formulas_are_left_alone() -> None:
+    """Gemma scales by 1 + weight and uses another activation."""
+    config = AutoConfig.for_model(
+        "gemma2",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    before = [module.forward for module in model.modules()]
+    fuse_elementwise(model)
+    assert [module.forward for module in model.modules()] == before
+
+
+def test_nothing_is_compiled_for_a_cpu() -> None:
+    assert not can_fuse(torch.device("cpu"))
