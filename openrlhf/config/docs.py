@@ -43,6 +43,8 @@ DEFAULTS_THAT_DIFFER = (
         "test, or train if the data is a file",
         "a single file has only the split train, so the old default couldn't work there",
     ),
+    ("pretrain", "bigscience/bloomz-1b7 (train_kto)", "to be given", "no command downloads a model unasked"),
+    ("wandb_run_name", "rm_<time> (train_kto)", "kto_<time>", "runs of two commands had the same names"),
     (
         "vllm_num_engines with colocate_all_models",
         "to be given",

@@ -19,6 +19,7 @@ GROUP_ORDER = (
     "Rollouts",
     "Reward model loss",
     "DPO loss",
+    "KTO loss",
     "Batches and duration",
     "Optimizer",
     "Actor and critic",

@@ -62,6 +62,7 @@ class PreferenceTrainer(SupervisedTrainer):
         super().__init__(cfg, world, engine, tokenizer, len(data), eval_data is not None, steps)
         self.data = data
         self.eval_data = eval_data
+        self.tokenizer = tokenizer
         self.limits = row_limits(cfg, self.sequences_per_row)
         self._aux_coef = aux_coefficient(cfg)
         self._window = MetricSum()

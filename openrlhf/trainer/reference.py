@@ -97,7 +97,7 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
         return None
     saved = torch.load(file, weights_only=True)
     if saved["key"] != key:
-        logger.warning("%s is of another model, other data or other flags, and is made anew", file)
+        logger.warning("%s was made for other rows, another model or other flags, and is made anew", file)
         return None
     return saved["logprobs"]
 

@@ -115,7 +115,10 @@ class RewardModelTrainer(PreferenceTrainer):
             self.evaluate()
         assert self._stats is not None
         _, mean, std = self._stats
-        return {"mean": mean, "std": std, "normalize_reward": False}
+        # transformers reads the score at the last token that isn't padding, so padding must not be the end token
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad != self.tokenizer.eos_token_id else None
+        return {"mean": mean, "std": std, "normalize_reward": False, "pad_token_id": pad}
 
 
 def _read_data(cfg: RMConfig, tokenizer: Any) -> tuple[PreferenceDataset, PreferenceDataset]:

@@ -14,6 +14,7 @@ REQUIRED = {
     "train_sft": ["--pretrain", "org/model", "--dataset", "org/data"],
     "train_rm": ["--pretrain", "org/model", "--dataset", "org/data"],
     "train_dpo": ["--pretrain", "org/model", "--dataset", "org/data"],
+    "train_kto": ["--pretrain", "org/model", "--dataset", "org/data", "--output_key", "answer"],
     "train_ppo_ray": [
         "--pretrain",
         "org/model",

@@ -1,4 +1,4 @@
-"""The flags of OpenRLHF 0.9.10 and 0.11.2, as facts to test against.
+"""The flags of OpenRLHF 0.9.10 and 0.11.2 (train_kto: 0.9.5), as facts to test against.
 
 One line a flag: underscore name of 0.9.10 (- if it had none), dotted names of 0.11.2, type, default of
 0.9.10 (of 0.11.2 for flags that came later).
@@ -251,6 +251,73 @@ use_ms | use_ms | flag | false
 - | muon.nesterov | flag | true
 - | muon.no_nesterov | negated | true
 - | adam.eps | float | 1e-08
+""",
+    "train_kto": r"""
+save_path | - | str | ./ckpt
+save_steps | - | int | -1
+save_hf_ckpt | - | flag | false
+disable_ds_ckpt | - | flag | false
+logging_steps | - | int | 1
+eval_steps | - | int | -1
+ckpt_path | - | str | ./ckpt/checkpoints_kto
+max_ckpt_num | - | int | 3
+max_ckpt_mem | - | int | 1e8
+load_checkpoint | - | flag | false
+use_ds_universal_ckpt | - | flag | false
+max_norm | - | float | 1.0
+micro_train_batch_size | - | int | 8
+train_batch_size | - | int | 128
+gradient_checkpointing | - | flag | false
+deepcompile | - | flag | false
+seed | - | int | 42
+full_determinism | - | flag | false
+disable_fast_tokenizer | - | flag | false
+local_rank | - | int | -1
+zero_stage | - | int | 2
+param_dtype | - | str | bf16
+ref_offload | - | flag | false
+zpg | - | int | 1
+adam_offload | - | flag | false
+attn_implementation | - | str | flash_attention_2
+use_liger_kernel | - | flag | false
+grad_accum_dtype | - | str | none
+overlap_comm | - | flag | false
+gradient_checkpointing_use_reentrant | - | flag | false
+load_in_4bit | - | flag | false
+lora_rank | - | int | 0
+lora_alpha | - | int | 16
+target_modules | - | str* | all-linear
+lora_dropout | - | float | 0
+max_epochs | - | int | 1
+beta | - | float | 0.01
+pretrain | - | str | bigscience/bloomz-1b7
+learning_rate | - | float | 1e-05
+lr_warmup_ratio | - | float | 0.03
+lr_scheduler | - | str | cosine_with_min_lr
+l2 | - | float | 0.0
+aux_loss_coef | - | float | 0
+adam_betas | - | float2 | 0.9 0.95
+desirable_loss_weight | - | float | 1.0
+undesirable_loss_weight | - | float | 1.0
+dataset | - | str | none
+dataset_probs | - | str | none
+eval_dataset | - | str | none
+dataset_split | - | str | train
+eval_split | - | str | test
+max_samples | - | int | 1000000
+input_key | - | str | input
+output_key | - | str | none
+label_key | - | str | label
+input_template | - | str | User: {}\nAssistant:
+apply_chat_template | - | flag | false
+max_len | - | int | 2048
+use_wandb | - | str | none
+wandb_org | - | str | none
+wandb_group | - | str | none
+wandb_project | - | str | openrlhf_train_dpo
+wandb_run_name | - | str | rm_<%m%dT%H:%M>
+use_tensorboard | - | str | none
+use_ms | - | flag | false
 """,
     "train_ppo_ray": r"""
 ref_num_nodes | ref.num_nodes | int | 1

@@ -57,6 +57,7 @@ def test_defaults_are_valid(command: str) -> None:
         ("train_sft", {"pretrain", "dataset"}),
         ("train_rm", {"pretrain", "dataset"}),
         ("train_dpo", {"pretrain", "dataset"}),
+        ("train_kto", {"pretrain", "dataset", "output_key"}),
         (PPO, {"pretrain", "prompt_data", "remote_rm_url"}),
         ("serve_rm", {"reward_pretrain"}),
         ("lora_combiner", {"model_path", "lora_path", "output_path"}),
@@ -262,7 +263,7 @@ class TestBatches:
         assert set(found) == {"micro_rollout_batch_size"} and "4 or less" in found["micro_rollout_batch_size"]
         assert not violations(PPO, *flags, "--micro_rollout_batch_size", "4")
 
-    @pytest.mark.parametrize("command", ["train_sft", "train_rm", "train_dpo"])
+    @pytest.mark.parametrize("command", ["train_sft", "train_rm", "train_dpo", "train_kto"])
     def test_supervised_with_a_launcher(self, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
         flags = ["--train_batch_size", "24", "--micro_train_batch_size", "4"]
         assert not violations(command, *flags)
@@ -461,7 +462,12 @@ class TestOthers:
             ),
             ("train_rm", "--use_liger_kernel", "use_liger_kernel", "reward models"),
             ("train_rm", "--loss hinge", "loss", "must be one of sigmoid, logexp"),
+            ("train_rm", "--loss logexp --margin_loss", "margin_loss", "--loss sigmoid"),
             ("train_dpo", "--beta 0", "beta", "above 0"),
+            ("train_dpo", "--ipo --label_smoothing 0.1", "label_smoothing", "leave out --ipo"),
+            ("train_kto", "--output_key=", "output_key", "name the column"),
+            ("train_kto", "--train_batch_size 1 --micro_train_batch_size 1", "train_batch_size", "2 or more"),
+            ("train_kto", "--desirable_loss_weight -1", "desirable_loss_weight", "0 or more"),
             ("train_dpo", "--label_smoothing 0.5", "label_smoothing", "below 0.5"),
             ("serve_rm", "--port 70000", "port", "65535"),
             ("serve_rm", "--batch_size 0", "batch_size", "1 or more"),

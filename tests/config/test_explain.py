@@ -146,7 +146,7 @@ def test_examples_of_help_are_valid(command: str, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     for folder in ("model", "sft", "rm", "base", "adapter", "ckpt/checkpoints_sft"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("data.jsonl", "pairs.jsonl", "prompts.jsonl", "reward.py"):
+    for file in ("data.jsonl", "pairs.jsonl", "labelled.jsonl", "prompts.jsonl", "reward.py"):
         (tmp_path / file).touch()
     parse_cli(command, shlex.split(COMMANDS[command].example.replace("\\\n", " ")))
 

@@ -11,7 +11,12 @@ from openrlhf.config.flag import flag_specs
 from openrlhf.config.names import UnknownName, name_table, resolve, underscored
 
 # The defaults that differ on purpose; docs/flags.md says why.
-CHANGED_DEFAULTS = {"attn_implementation": "auto", "vllm_num_engines": 1, "max_ckpt_mem": float("inf")}
+CHANGED_DEFAULTS = {
+    "attn_implementation": "auto",
+    "vllm_num_engines": 1,
+    "max_ckpt_mem": float("inf"),
+    "pretrain": None,
+}
 # The dotted names whose values mean something else than those of the underscore flag: tested on their own.
 REINTERPRETED = {
     "algo.advantage.is_correction_level",
@@ -54,6 +59,7 @@ def test_the_facts_are_complete() -> None:
         "train_sft": 78,
         "train_rm": 79,
         "train_dpo": 82,
+        "train_kto": 65,
         "train_ppo_ray": 164,
         "serve_rm": 14,
         "lora_combiner": 5,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import openrlhf
-from openrlhf.config import PPOConfig, SFTConfig
+from openrlhf.config import DPOConfig, KTOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.flag import flag_specs
 from openrlhf.config.unsupported import NOT_YET
 
@@ -37,7 +37,7 @@ def sources(config_package: bool) -> str:
     return "\n".join(p.read_text() for p in files)
 
 
-@pytest.mark.parametrize("command", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("command", [PPOConfig, SFTConfig, RMConfig, DPOConfig, KTOConfig])
 def test_every_flag_has_a_reader(command: type) -> None:
     code, config = sources(False), sources(True)
     unused = []

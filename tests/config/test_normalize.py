@@ -218,7 +218,8 @@ class TestOthers:
         assert changed("ref_pretrain", "--ref_pretrain", "a/b", command="train_dpo")[0] == "a/b"
 
     @pytest.mark.parametrize(
-        ("command", "prefix"), [("train_sft", "sft"), ("train_rm", "rm"), ("train_dpo", "exp"), (PPO, "ppo")]
+        ("command", "prefix"),
+        [("train_sft", "sft"), ("train_rm", "rm"), ("train_dpo", "exp"), ("train_kto", "kto"), (PPO, "ppo")],
     )
     def test_run_name_tells_the_time(self, command: str, prefix: str) -> None:
         value, origin, _ = changed("wandb_run_name", command=command)

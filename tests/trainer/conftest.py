@@ -1,0 +1,79 @@
+"""The trainings of preference_cases.py, run once for all the tests that judge them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openrlhf.utils.process import free_port
+
+SCRIPT = Path(__file__).parent / "preference_cases.py"
+DEADLINE_S = 600
+
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "models"):
+    sys.path.insert(0, str(folder))
+
+
+class PreferenceRuns:
+    """What the runs left behind: metrics by ``<command>/<name>``, and folders."""
+
+    def __init__(self, folder: Path, results: dict[str, Any]) -> None:
+        self.folder = folder
+        self._results = results
+
+    def lines(self, run: str, kind: str = "train") -> list[dict[str, Any]]:
+        return [line for line in self._results[run] if line["kind"] == kind]
+
+    def values(self, run: str, metric: str, kind: str = "train") -> list[float]:
+        return [line[metric] for line in self.lines(run, kind)]
+
+    def statuses(self, command: str) -> list[int]:
+        """Exit statuses of the command of the docs, and of the same with a column that isn't there."""
+        return self._results[f"docs/{command}"]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def preference_runs(tmp_path_factory: pytest.TempPathFactory) -> PreferenceRuns:
+    folder = tmp_path_factory.mktemp("preference")
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "hf"),
+    }
+    results: dict[str, Any] = {}
+    for ranks in (1, 2):
+        port = free_port("127.0.0.1")
+        logs = [open(folder / f"log_{ranks}_{rank}.txt", "w+") for rank in range(ranks)]
+        running = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), str(rank), str(ranks), str(port), str(folder)],
+                env=env,
+                cwd=folder,
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            codes = [process.wait(timeout=DEADLINE_S) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+            for log in logs:
+                log.close()
+        tails = "\n".join((folder / f"log_{ranks}_{rank}.txt").read_text()[-3000:] for rank in range(ranks))
+        assert codes == [0] * ranks, tails
+        results |= json.loads((folder / f"results_{ranks}.json").read_text())
+    return PreferenceRuns(folder, results)
