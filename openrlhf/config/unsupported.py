@@ -68,11 +68,6 @@ NOT_YET: dict[str, NotYet] = {
         "weights are never sent through Ray's collectives",
         "leave it out: --vllm_sync_backend chooses the way",
     ),
-    "use_ds_universal_ckpt": NotYet(
-        lambda cfg: cfg.use_ds_universal_ckpt,
-        "universal checkpoints are not available",
-        "resume on as many ranks as the checkpoint was written with",
-    ),
     "experts_implementation": NotYet(
         lambda cfg: cfg.experts_implementation is not None,
         "the kernel of mixture-of-experts layers can't be chosen",

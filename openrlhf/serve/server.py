@@ -11,8 +11,9 @@ import socket
 import tempfile
 import time
 from collections import deque
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
+from multiprocessing.synchronize import Event
 from types import FrameType
 from typing import Any
 
@@ -149,14 +150,14 @@ def serve(cfg: ServeRMConfig) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _worker(cfg: ServeRMConfig, index: int, ready: Connection) -> None:
+def _worker(cfg: ServeRMConfig, index: int, ready: Event) -> None:
     from openrlhf.models.attention import PackingError
     from openrlhf.models.loading import ModelLoadError
 
     die_with_parent()
     try:
         with bind(cfg.host, cfg.port, shared=True) as sock:
-            _serve_here(cfg, sock, index, lambda: ready.send(True))
+            _serve_here(cfg, sock, index, ready.set)
     except (ModelLoadError, PackingError, ToolError) as error:
         logger.error("worker %d: %s", index, error)
         raise SystemExit(1) from error
@@ -169,7 +170,7 @@ class _Supervisor:
         self._cfg = cfg
         self._told = told
         self._context = multiprocessing.get_context("spawn")
-        self._workers: dict[int, tuple[SpawnProcess, Connection]] = {}
+        self._workers: dict[int, tuple[SpawnProcess, Event]] = {}
         self._ready: set[int] = set()
         self._restarts: deque[float] = deque()
         self._stop = False
@@ -192,17 +193,16 @@ class _Supervisor:
         self._stop = True
 
     def _start(self, index: int) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_worker, args=(self._cfg, index, theirs), name=f"serve_rm_{index}")
+        ready = self._context.Event()
+        process = self._context.Process(target=_worker, args=(self._cfg, index, ready), name=f"serve_rm_{index}")
         process.start()
-        theirs.close()
-        self._workers[index] = (process, ours)
+        self._workers[index] = (process, ready)
 
     def _look(self) -> bool:
         """Wait a moment for news of the workers; False when it makes no sense to go on."""
         wait([process.sentinel for process, _ in self._workers.values()], timeout=0.2)
-        for index, (process, pipe) in list(self._workers.items()):
-            if index not in self._ready and process.is_alive() and pipe.poll():
+        for index, (process, ready) in list(self._workers.items()):
+            if index not in self._ready and ready.is_set():
                 self._ready.add(index)
                 if len(self._ready) == self._cfg.workers:
                     logger.info("%s", self._told)
@@ -211,7 +211,6 @@ class _Supervisor:
             if not self._may_restart(index, process):
                 return False
             self._ready.discard(index)
-            pipe.close()
             self._start(index)
         return True
 
@@ -238,9 +237,8 @@ class _Supervisor:
         for process, _ in self._workers.values():
             process.terminate()
         deadline = time.monotonic() + GRACE_S + 5
-        for process, pipe in self._workers.values():
+        for process, _ in self._workers.values():
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join(5)
-            pipe.close()

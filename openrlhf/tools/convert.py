@@ -93,7 +93,7 @@ def checkpoint_weights(root: Path, tag: str) -> Iterator[tuple[str, Tensor]]:
             "writes them beside each checkpoint, and lora_combiner merges them"
         )
     for name in list(state):
-        yield name.removeprefix(_WRAPPER), state[name].contiguous().float()
+        yield name.removeprefix(_WRAPPER), state[name].contiguous().detach().float()
 
 
 def _to_hf(root: Path, tag: str, cfg: ConvertConfig) -> str:

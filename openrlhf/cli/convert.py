@@ -1,0 +1,38 @@
+"""``python -m openrlhf.cli.convert zero2hf|universal``: training checkpoints in other formats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config import parse_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and check the flags, then convert. The first word is short for ``--task``.
+
+    Returns:
+        The exit status: 0, or 1 for a failure that was explained; nothing is written then.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        words.insert(0, "--task")
+    cfg = parse_cli("convert", words)
+    from openrlhf import platform
+
+    platform.prepare_process()
+    from openrlhf.models.loading import ModelLoadError
+    from openrlhf.tools.convert import convert
+    from openrlhf.tools.errors import ToolError
+    from openrlhf.workers.checkpoint_files import CheckpointError
+
+    try:
+        print(convert(cfg))
+    except (CheckpointError, ModelLoadError, ToolError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
