@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import CheckpointOptions
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.checkpoint_files import LATEST, LATEST_UNIVERSAL, latest_tag
+from openrlhf.workers.checkpoint_files import resume_tag
 from openrlhf.workers.deepspeed_engine import TrainEngine
 
 logger = get_logger(__name__)
@@ -44,8 +44,7 @@ class Checkpoints:
         """
         if not self._cfg.load_checkpoint:
             return None
-        universal = bool(getattr(self._cfg, "use_ds_universal_ckpt", False))
-        tag = latest_tag(self.root, LATEST_UNIVERSAL if universal else LATEST)
+        tag = resume_tag(self.root, bool(getattr(self._cfg, "use_ds_universal_ckpt", False)))
         if tag is None:
             logger.warning("--load_checkpoint: there is no checkpoint in %s, starting from the beginning", self.root)
             return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import PPOConfig
 from openrlhf.trainer.system import PPOSystem
-from openrlhf.workers.checkpoint_files import latest_tag
+from openrlhf.workers.checkpoint_files import CheckpointError, resume_tag
 
 NO_METRIC = "none"
 
@@ -54,15 +54,18 @@ class PPOCheckpoints:
 
         Raises:
             WorkerError: a checkpoint is damaged or does not fit this run.
-            ValueError: actor and critic have different newest checkpoints.
+            CheckpointError: no checkpoint has the format that was asked for, or actor and critic have different newest
+                ones.
         """
-        tag = latest_tag(self._root / "_actor")
+        universal = self._cfg.use_ds_universal_ckpt
+        tag = resume_tag(self._root / "_actor", universal)
         if tag is None:
             return None
-        if self._system.critic is not None and latest_tag(self._root / "_critic") != tag:
-            raise ValueError(
-                f"{self._root} has checkpoint {tag} of the actor, but {latest_tag(self._root / '_critic')} of the "
-                "critic; point both `latest` files to a tag that both have"
+        other = resume_tag(self._root / "_critic", universal) if self._system.critic is not None else tag
+        if other != tag:
+            raise CheckpointError(
+                f"{self._root} has checkpoint {tag} of the actor, but {other} of the critic; point both `latest` files "
+                "(`latest_universal` with --use_ds_universal_ckpt) to a tag that both have"
             )
         state: dict[str, Any] = self._system.actor.call("load_checkpoint", str(self._root / "_actor"), tag)[0]
         if self._system.critic is not None:

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from openrlhf.datasets.prompts import PromptRow, load_prompts
-from openrlhf.datasets.sources import DataError
-from openrlhf.trainer.metrics_log import MetricsLogger
-
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, prompt_limit
+from openrlhf.datasets.prompts import PromptRow, load_prompts
+from openrlhf.datasets.sources import DataError
 from openrlhf.engines.rollouts import RolloutSpec, reward_urls
 from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.rewards import FunctionReward, make_reward_source
 from openrlhf.trainer.console import Console
+from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids, training_sampling
 from openrlhf.trainer.reward_servers import wait_for_servers
 from openrlhf.trainer.system import start_system
 from openrlhf.trainer.weight_check import WeightMismatchError
+from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.cluster import disconnect
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 from openrlhf.workers.group import WorkerError
@@ -33,6 +33,7 @@ from openrlhf.workers.placement import PlacementError
 PROBE_TOKENS = 64
 
 EXPLAINED = (
+    CheckpointError,
     DataError,
     ModelLoadError,
     PlacementError,

@@ -79,6 +79,24 @@ def latest_tag(root: str | Path, name: str = LATEST) -> str | None:
     return path.read_text().strip() if path.is_file() else None
 
 
+def resume_tag(root: str | Path, universal: bool) -> str | None:
+    """The tag to resume from; None when there is no checkpoint.
+
+    Args:
+        universal: of the newest checkpoint in DeepSpeed's universal format (``--use_ds_universal_ckpt``).
+
+    Raises:
+        CheckpointError: there are checkpoints, but none was converted.
+    """
+    tag = latest_tag(root, LATEST_UNIVERSAL if universal else LATEST)
+    if tag is None and universal and latest_tag(root) is not None:
+        raise CheckpointError(
+            f"--use_ds_universal_ckpt: no checkpoint in {root} was converted; run `openrlhf convert universal "
+            f"--ckpt_path {root}` first"
+        )
+    return tag
+
+
 def checkpoint_tags(root: str | Path) -> list[str]:
     """Complete checkpoints below ``root``, oldest first."""
     folders = [f for f in Path(root).glob("*") if (f / META).is_file() and not f.name.startswith(".")]
