@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -168,31 +168,23 @@ def tokenize_pair(
         if column is not None and row[column] is None:
             raise DataError(f"{where}: column {column!r} is null")
     margin = _margin(row, where) if style.margin else 0.0
-    columns = (style.chosen_key, style.rejected_key)
     # the length limit comes last: it must not decide which reason is told
-    halves = [_half(row, index, column, style, tokenizer, source) for column in columns]
-    for column, half in zip(columns, halves, strict=True):
-        if isinstance(half, str):
-            return _unusable(f"{half} ({column})" if half == EMPTY_RESPONSE else half)
-    (chosen, chosen_mask), (rejected, rejected_mask) = halves  # type: ignore[misc]
-    if chosen == rejected:
+    chosen = _half(row, index, style.chosen_key, style, tokenizer, source)
+    rejected = _half(row, index, style.rejected_key, style, tokenizer, source)
+    for column, half in ((style.chosen_key, chosen), (style.rejected_key, rejected)):
+        if half.dropped:
+            return _unusable(f"{half.dropped} ({column})" if half.dropped == EMPTY_RESPONSE else half.dropped)
+    if chosen.ids == rejected.ids:
         return _unusable(IDENTICAL)
     if style.apply_chat_template and style.prompt_key is None and not style.scored:
-        start = chosen_mask.index(True)
-        if rejected_mask.index(True) != start or chosen[:start] != rejected[:start]:
+        if chosen.prompt != rejected.prompt:
             return _unusable(OTHER_PROMPT)
-    if style.scored:
-        end = [tokenizer.eos_token_id]
-        chosen, rejected = (ids[: style.max_len - 1] + end for ids in (chosen, rejected))
-        chosen_mask, rejected_mask = ([False] + [True] * (len(ids) - 1) for ids in (chosen, rejected))
-    else:
-        chosen, chosen_mask = chosen[: style.max_len], chosen_mask[: style.max_len]
-        rejected, rejected_mask = rejected[: style.max_len], rejected_mask[: style.max_len]
-        if not (any(chosen_mask) and any(rejected_mask)):
-            return _unusable(TOO_LONG)
-    if chosen == rejected:
+    chosen, rejected = (_cut(half, style, tokenizer.eos_token_id) for half in (chosen, rejected))
+    if not (any(chosen.mask) and any(rejected.mask)):
+        return _unusable(TOO_LONG)
+    if chosen.ids == rejected.ids:
         return _unusable(IDENTICAL_CUT)
-    return TokenizedPair(chosen, chosen_mask, rejected, rejected_mask, margin)
+    return TokenizedPair(chosen.ids, chosen.mask, rejected.ids, rejected.mask, margin)
 
 
 def _unusable(reason: str) -> TokenizedPair:
@@ -208,7 +200,29 @@ def _margin(row: dict[str, Any], where: str) -> float:
     return float(value)
 
 
-_Half = tuple[list[int], list[bool]]
+class _Half(NamedTuple):
+    """Ids and answer mask of one half, or why there are none."""
+
+    ids: list[int]
+    mask: list[bool]
+    dropped: str = ""
+
+    @property
+    def prompt(self) -> list[int]:
+        """The ids before the answer."""
+        return self.ids[: self.mask.index(True)]
+
+
+def _no_half(reason: str) -> _Half:
+    return _Half([], [], reason)
+
+
+def _cut(half: _Half, style: PreferenceFormat, end: int) -> _Half:
+    """A half within the length limit; a reward model's with its end token."""
+    if style.scored:
+        ids = [*half.ids[: style.max_len - 1], end]
+        return _Half(ids, [False] + [True] * (len(ids) - 1))
+    return _Half(half.ids[: style.max_len], half.mask[: style.max_len])
 
 
 def _half(
@@ -218,21 +232,21 @@ def _half(
     style: PreferenceFormat,
     tokenizer: PreTrainedTokenizerBase,
     source: str,
-) -> _Half | str:
-    """Ids and answer mask of one half without a length limit (reward models: without the end token), or why not."""
+) -> _Half:
+    """One half without a length limit (reward models: without the end token)."""
     where = f"{source}, row {index}"
     if style.apply_chat_template:
         return _chat_half(row, column, style, tokenizer, where)
     answer = _text(row[column], where, column).rstrip("\n")
     if not answer:
-        return EMPTY_RESPONSE
+        return _no_half(EMPTY_RESPONSE)
     if style.scored or style.prompt_key is None:
         prompt = "" if style.prompt_key is None else _text(row[style.prompt_key], where, style.prompt_key)
         head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
         return _whole(texts.encode(tokenizer, head + answer), style, tokenizer)
     layout = SFTFormat(style.prompt_key, column, style.input_template, False, False, False, max_len=1 << 40)
     done = tokenize_sft_row(row, index, layout, tokenizer, source)
-    return done.dropped or (done.token_ids, done.loss_mask)
+    return _Half(done.token_ids, done.loss_mask, done.dropped)
 
 
 def _whole(ids: list[int], style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> _Half:
@@ -241,12 +255,12 @@ def _whole(ids: list[int], style: PreferenceFormat, tokenizer: PreTrainedTokeniz
         ids = ids[:-1]
     if not style.scored:
         ids = [*ids, tokenizer.eos_token_id]
-    return ids, [False] + [True] * (len(ids) - 1)
+    return _Half(ids, [False] + [True] * (len(ids) - 1))
 
 
 def _chat_half(
     row: dict[str, Any], column: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase, where: str
-) -> _Half | str:
+) -> _Half:
     messages = texts.as_messages(row[column], "assistant", where)
     if style.prompt_key is None:
         if isinstance(row[column], str):
@@ -263,9 +277,9 @@ def _chat_half(
                 "twice; leave out --prompt_key"
             )
     if not answer or (len(answer) == 1 and not (answer[0]["content"] or answer[0].get("tool_calls"))):
-        return EMPTY_RESPONSE
+        return _no_half(EMPTY_RESPONSE)
     if not prompt:
-        return EMPTY_PROMPT
+        return _no_half(EMPTY_PROMPT)
     if answer[-1]["role"] != "assistant":
         raise DataError(f"{where}: column {column!r} ends with a message from {answer[-1]['role']!r}, not assistant")
     if style.scored:
@@ -276,7 +290,7 @@ def _chat_half(
     ids, mask = texts.encode_spans(tokenizer, text, spans)
     if ids[-1] != tokenizer.eos_token_id:
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
-    return ids, [False, *mask[1:]]
+    return _Half(ids, [False, *mask[1:]])
 
 
 def _text(value: Any, where: str, column: str) -> str:

@@ -143,7 +143,7 @@ class TestRuns:
             assert line["eval_loss"] == pytest.approx(float(torch.log(1 + torch.exp(-0.1 * h)).mean()), abs=1e-5)
 
     def test_the_command_of_the_docs(self, preference_runs: Any) -> None:
-        """It works as it is written; a column that isn't there ends it with status 1 and the names of those that are."""
+        """It works as it is written; with a column that isn't there it ends with status 1 and says so."""
         assert preference_runs.statuses("train_dpo") == [0, 1]
         log = (preference_runs.folder / "log_1_0.txt").read_text()
         assert "error: ./pairs.jsonl has no column for --prompt_key 'missing'; its columns are: " in log

@@ -138,7 +138,7 @@ class TestRuns:
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
     def test_the_command_of_the_docs(self, preference_runs: Any) -> None:
-        """It works as it is written; a column that isn't there ends it with status 1 and the names of those that are."""
+        """It works as it is written; with a column that isn't there it ends with status 1 and says so."""
         assert preference_runs.statuses("train_kto") == [0, 1]
         log = (preference_runs.folder / "log_1_0.txt").read_text()
         assert "error: ./labelled.jsonl has no column for --label_key 'missing'; its columns are: " in log

@@ -182,7 +182,7 @@ def test_running_means_cover_the_steps_since_the_last_log(preference_runs: Any) 
 
 
 def test_the_command_of_the_docs(preference_runs: Any) -> None:
-    """It works as it is written; a column that isn't there ends it with status 1 and the names of those that are."""
+    """It works as it is written; with a column that isn't there it ends with status 1 and says so."""
     assert preference_runs.statuses("train_rm") == [0, 1]
     log = (preference_runs.folder / "log_1_0.txt").read_text()
     assert "error: ./pairs.jsonl has no column for --chosen_key 'missing'; its columns are: " in log
