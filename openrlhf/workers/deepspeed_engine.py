@@ -509,7 +509,7 @@ class TrainEngine:
 
 @contextlib.contextmanager
 def _any_adam_may_sleep() -> Iterator[None]:
-    """ZeRO-3 offloads the states of FusedAdam only, by an exact test of the class; torch's AdamW has the same states."""
+    """ZeRO-3 offloads only FusedAdam, which it tests for by its class; the states of torch's AdamW are the same."""
     from deepspeed.ops.adam import fused_adam
 
     original = fused_adam.FusedAdam

@@ -88,7 +88,7 @@ def test_logits_never_take_more_than_their_budget() -> None:
     logprobs, entropy = head_logprobs(head, hidden, targets, 1.0, True, HeadScaling())
     assert entropy is not None
     (logprobs.sum() + entropy.sum()).backward()
-    weights = 150_000 * 256 * (4 + 2)
+    weights = 150_000 * 256 * (4 + 4 + 2)  # the sum in float32, the product added to it, the result
     assert torch.cuda.max_memory_allocated() - before - weights <= 2 * CHUNK_BYTES + CHUNK_BYTES // 8
 
 

@@ -193,6 +193,8 @@ def checkpoints(cases: Cases) -> None:
             "weights": all(torch.equal(expected[n], got[n]) for n in expected),
             "noise": all_reduce_sum([float(torch.equal(noise, resumed_noise))])[0] == cases.ranks,
             "latest": files.latest_tag(root),
+            "losses": [loss for loss, _ in straight],
+            "norms": [stats.grad_norm for _, stats in straight],
         }
     root = cases.folder / f"rotate_{cases.ranks}"
     for number in range(1, 5):
@@ -219,6 +221,21 @@ def refused_checkpoints(cases: Cases) -> None:
     other = cases.folder / f"ckpt2_{3 - cases.ranks}"
     if other.exists():
         cases.results["other ranks"] = message(other)
+
+
+def universal(cases: Cases) -> None:
+    """A checkpoint of two ranks, converted by DeepSpeed's tool, goes on with one."""
+    for stage in (2, 3):
+        root = cases.folder / f"ckpt{stage}_2"
+        if cases.ranks == 1 and (root / files.LATEST_UNIVERSAL).exists():
+            engine = cases.engine(zero_stage=stage, use_ds_universal_ckpt=True)
+            state = engine.load_checkpoint(root)
+            figures = [cases.step(engine) for _ in range(2)]
+            cases.results[f"universal zero{stage}"] = {
+                "state": state,
+                "losses": [loss for loss, _ in figures],
+                "norms": [stats.grad_norm for _, stats in figures],
+            }
 
 
 def changed_flags(cases: Cases) -> None:
@@ -348,6 +365,7 @@ def main() -> None:
         zero3_loading,
         checkpoints,
         refused_checkpoints,
+        universal,
         changed_flags,
         poisoned,
         weights_out,

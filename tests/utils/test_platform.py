@@ -1,0 +1,64 @@
+"""What the code believes about the hardware; here always a CPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+
+from openrlhf import platform
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENRLHF_DEVICE", "cpu")
+
+
+def test_cpu_choices() -> None:
+    assert platform.device_type() == "cpu" and platform.device(3) == torch.device("cpu")
+    assert platform.dist_backend() == "gloo"
+    assert platform.weight_transport(colocated=True) == platform.weight_transport(colocated=False) == "gloo"
+    assert platform.ray_resource() == "CPU" and not platform.fused_optimizer()
+
+
+def test_gpu_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    assert platform.device(3) == torch.device("cuda", 3)
+    assert "nccl" in platform.dist_backend() and "gloo" in platform.dist_backend()
+    assert platform.weight_transport(colocated=True) == "ipc"
+    assert platform.weight_transport(colocated=False) == "nccl"
+    assert platform.ray_resource() == "GPU" and platform.fused_optimizer()
+
+
+def test_cores_are_shared_by_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(platform, "available_cores", lambda: 6)
+    try:
+        platform.prepare_process()
+        assert torch.get_num_threads() == 3
+        monkeypatch.setenv("OMP_NUM_THREADS", "5")
+        platform.prepare_process()
+        assert torch.get_num_threads() == 3, "the user's choice is left to OpenMP"
+        platform.prepare_process(threads=1)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tools_beside_the_interpreter_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin")
+    platform.prepare_process()
+    assert os.environ["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
+
+
+def test_memory_figures() -> None:
+    stats = platform.memory_stats()
+    assert 0 < stats.allocated <= stats.total and 0 < stats.free <= stats.total
+    assert "GiB free" in str(stats)
+    platform.empty_cache()
+    platform.reset_peak_memory()
+    platform.synchronize()

@@ -1,0 +1,106 @@
+"""Joining the process group, and deadlines that name what is waited for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from openrlhf.utils.process import free_port
+from openrlhf.workers.distributed import DistributedError, all_reduce_dict, any_rank, barrier, broadcast_object
+
+ROOT = str(Path(__file__).parents[2])
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+ALONE = """
+import torch.distributed as dist
+from openrlhf.workers.distributed import init_distributed, shutdown
+world = init_distributed(timeout_s=30)
+assert (world.rank, world.size, world.local_rank, world.is_first) == (0, 1, 0, True)
+assert init_distributed() == world
+shutdown()
+assert not dist.is_initialized()
+"""
+
+TOGETHER = """
+import os, sys
+from openrlhf.workers.distributed import *
+world = init_distributed(timeout_s=60)
+assert all_reduce_sum([world.rank, 0.5]) == [1.0, 1.0]
+assert all_reduce_dict({"b": 1.0, "a": float(world.rank)}) == {"a": 1.0, "b": 2.0}
+assert any_rank(world.rank == 1) and not any_rank(False)
+assert broadcast_object({"from": world.rank}) == {"from": 0}
+barrier("the meeting", timeout_s=30)
+if world.rank == 0:
+    try:
+        barrier("a rank that does not come", timeout_s=1)
+    except DistributedError as error:
+        assert "a rank that does not come" in str(error), error
+        print("told")
+"""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if key not in LAUNCHER}
+    return {**env, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1", **extra}
+
+
+def test_plain_python_is_a_group_of_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_ranks() -> None:
+    port = str(free_port("127.0.0.1"))
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER],
+            env=environment(
+                RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = []
+    try:
+        for process in running:
+            outputs.append(process.communicate(timeout=120))
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert "told" in outputs[0][0]
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "0"}, "lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+            "rank 1 of 2 could not join",
+        ),
+    ],
+)
+def test_broken_launcher_environment_is_explained(env: dict[str, str], message: str) -> None:
+    code = "from openrlhf.workers.distributed import *\ntry:\n    init_distributed(timeout_s=2)\n"
+    code += "except DistributedError as error:\n    print(error)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(**env), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert message in done.stdout, done.stdout + done.stderr
+
+
+def test_helpers_without_a_group() -> None:
+    assert all_reduce_dict({"a": 2.0}) == {"a": 2.0}
+    assert any_rank(True) and broadcast_object(3) == 3
+    barrier("nobody")
+    assert issubclass(DistributedError, RuntimeError)
