@@ -1,0 +1,113 @@
+"""Seconds of a hybrid-engine step by phase: train_ppo_ray on a random model of a real shape.
+
+    python benchmarks/hybrid_step.py --size 1.5b --gpus 1 --steps 4 --json out.json [-- more train_ppo_ray flags]
+
+The reference work: 64 prompts of 128 tokens, 8 samples of 512 new tokens each, reinforce_baseline with a k2 KL loss and
+a reference model, bf16, packing, gradient checkpointing, everything on the same GPUs. The first step warms up and is
+left out of the means. Prints a table last; states card and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from make_model import SHAPES, make_model, make_prompts
+
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 512
+PHASES = ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast", "timing/step_total")
+
+REWARD = '''
+import zlib
+
+def reward_func(queries, prompts, labels):
+    """A number from 0 to 1 that differs from sample to sample: enough for advantages, free to compute."""
+    return {"rewards": [zlib.crc32(query.encode()) % 1000 / 1000 for query in queries]}
+'''
+
+
+def command(options: argparse.Namespace, model: Path, prompts: Path, reward: Path, out: Path) -> list[str]:
+    """The train_ppo_ray command line."""
+    gpus = str(options.gpus)
+    flags = f"""
+        --pretrain {model} --prompt_data {prompts} --input_key input --label_key answer --remote_rm_url {reward}
+        --actor_num_gpus_per_node {gpus} --ref_num_gpus_per_node {gpus} --vllm_num_engines {gpus}
+        --colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep
+        --vllm_gpu_memory_utilization {options.gpu_memory_utilization}
+        --advantage_estimator reinforce_baseline --use_kl_loss --kl_estimator k2 --init_kl_coef 1e-5
+        --n_samples_per_prompt {SAMPLES} --rollout_batch_size {PROMPTS} --train_batch_size {options.train_batch_size}
+        --micro_train_batch_size 1 --micro_rollout_batch_size 1
+        --max_len 1024 --max_new_tokens {NEW_TOKENS}
+        --packing_samples --use_dynamic_batch --train_max_tokens_per_gpu {options.max_tokens}
+        --gradient_checkpointing --zero_stage {options.zero_stage} --param_dtype bf16
+        --max_steps {options.steps} --save_path {out / "model"} --ckpt_path {out / "ckpt"}
+    """.split()
+    return [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags, *options.more]
+
+
+def card() -> str:
+    """Name of the GPU, or "CPU"."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def summary(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the steps after the first."""
+    steady = metrics[1:] or metrics
+    names = [name for name in steady[0] if name.startswith(("timing/", "memory/", "sync/", "rollout/"))]
+    return {name: sum(step[name] for step in steady) / len(steady) for name in names}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="1.5b")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--zero_stage", type=int, default=3)
+    parser.add_argument("--train_batch_size", type=int, default=PROMPTS * SAMPLES)
+    parser.add_argument("--max_tokens", type=int, default=16_384)
+    parser.add_argument("--gpu_memory_utilization", type=float, default=0.6)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "openrlhf_bench")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("more", nargs="*", help="further train_ppo_ray flags, after --")
+    options = parser.parse_args()
+
+    options.work.mkdir(parents=True, exist_ok=True)
+    model, prompts = options.work / options.size, options.work / "prompts.jsonl"
+    reward, out = options.work / "reward.py", options.work / f"run_{time.time_ns()}"
+    make_model(options.size, model)
+    make_prompts(prompts, 1024, PROMPT_TOKENS)
+    reward.write_text(REWARD)
+    started = time.monotonic()
+    done = subprocess.run(command(options, model, prompts, reward, out), check=False)
+    if done.returncode:
+        return done.returncode
+    wall = time.monotonic() - started
+    lines = [json.loads(line) for line in (out / "ckpt/run/metrics.jsonl").read_text().splitlines()]
+    figures = summary([line for line in lines if line["kind"] == "train"])
+    tokens = PROMPTS * SAMPLES * NEW_TOKENS
+    versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "deepspeed", "ray")}
+    report = {"card": card(), "gpus": options.gpus, "size": options.size, "zero_stage": options.zero_stage,
+              "train_batch_size": options.train_batch_size, "versions": versions, "wall_seconds": wall,
+              "figures": figures, "steps": lines}  # fmt: skip
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    print(f"\n{options.gpus} x {report['card']}, {options.size}, ZeRO-{options.zero_stage}, {versions}")
+    print(f"{PROMPTS} prompts x {SAMPLES} samples x {NEW_TOKENS} new tokens; means of {options.steps - 1} steps")
+    for name in PHASES:
+        print(f"  {name.removeprefix('timing/'):<16} {figures[name]:8.2f} s")
+    print(f"  generated        {tokens / figures['timing/generation']:8.0f} tokens/s")
+    for name in ("timing/sync_transfer", "sync/logprob_diff_mean", "sync/logprob_diff_max"):
+        print(f"  {name:<24} {figures[name]:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
