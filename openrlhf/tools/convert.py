@@ -81,7 +81,8 @@ def checkpoint_weights(root: Path, tag: str) -> Iterator[tuple[str, Tensor]]:
     sharded = any((root / tag).glob("*_optim_states.pt"))
     try:
         if sharded:
-            with contextlib.redirect_stdout(io.StringIO()):
+            noise = io.StringIO()
+            with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
                 state: Any = get_fp32_state_dict_from_zero_checkpoint(str(root), tag, lazy_mode=True)
         else:
             state = torch.load(plain, map_location="cpu", weights_only=False, mmap=True)["module"]
@@ -214,7 +215,7 @@ def _compare_universal(root: Path, tag: str, made: Path) -> str:
             continue  # the second name of a tied weight
         content = torch.load(file, map_location="cpu", weights_only=False)
         other = content["param"] if isinstance(content, dict) else content
-        worst = max(worst, float((tensor.flatten() - other.float().flatten()).abs().max()))
+        worst = max(worst, float((tensor.flatten() - other.detach().float().flatten()).abs().max()))
         count += 1
     if worst > 0 or count == 0:
         raise ToolError(f"{count} weights compared, and they differ by up to {worst:.3g}; nothing was written")

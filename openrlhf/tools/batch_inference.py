@@ -1,0 +1,280 @@
+"""Responses to, or scores of, the rows of a data set (``batch_inference``)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
+
+from openrlhf import platform
+from openrlhf.config import BatchInferenceConfig, PPOConfig
+from openrlhf.datasets import text as texts
+from openrlhf.datasets.prompts import PromptRow, build_prompts
+from openrlhf.datasets.sources import load_rows, require_columns
+from openrlhf.engines.spec import ENGINE_DTYPES
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.rollout.seeding import derive_seed
+from openrlhf.tools.errors import ToolError
+from openrlhf.tools.loading import LoadSettings
+from openrlhf.tools.post_process import Row, post_process
+from openrlhf.tools.scoring import RewardScorer
+from openrlhf.utils.logging import get_logger
+from openrlhf.workers.distributed import World, init_distributed, shutdown
+
+logger = get_logger(__name__)
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def run(cfg: BatchInferenceConfig) -> str:
+    """Do what ``--eval_task`` says; a sentence about what was done (empty on ranks other than the first).
+
+    Raises:
+        ToolError: nothing was to be done, or the engine can't serve the model.
+        DataError, ModelLoadError: data or model can't be used.
+    """
+    if cfg.eval_task == "generate_vllm":
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ToolError("generate_vllm is one process; start it with python, and say with --tp_size how many GPUs")
+        rows = generate(cfg, _rows(cfg))
+    else:
+        world = init_distributed(cfg.local_rank)
+        _seed(cfg)
+        rows = score(cfg, _rows(cfg), world)
+        shutdown()
+        if not world.is_first:
+            return ""
+        rows = post_process(rows, cfg.post_processor, cfg.reward_template, cfg.normalize_reward)
+    assert cfg.output_path
+    write_rows(cfg.output_path, rows)
+    return f"wrote {len(rows)} rows to {cfg.output_path}"
+
+
+def _seed(cfg: BatchInferenceConfig) -> None:
+    if cfg.full_determinism:
+        enable_full_determinism(cfg.seed)
+    else:
+        set_seed(cfg.seed)
+
+
+def _rows(cfg: BatchInferenceConfig) -> Dataset:
+    """The rows of the data, or with ``--iter`` a slice of them.
+
+    Raises:
+        ToolError: the slice is beyond the end.
+    """
+    assert cfg.dataset
+    rows = load_rows(
+        cfg.dataset,
+        split=cfg.dataset_split,
+        probabilities=cfg.dataset_probs,
+        max_samples=cfg.max_samples,
+        seed=cfg.seed,
+        use_modelscope=cfg.use_ms,
+    )
+    if cfg.iter is None:
+        return rows
+    start = cfg.iter * cfg.rollout_batch_size
+    if start >= len(rows):
+        slices = math.ceil(len(rows) / cfg.rollout_batch_size)
+        raise ToolError(
+            f"--iter {cfg.iter}: the {len(rows)} rows have {slices} slices of --rollout_batch_size "
+            f"{cfg.rollout_batch_size}, numbered from 0; there is nothing left to do"
+        )
+    return rows.select(range(start, min(start + cfg.rollout_batch_size, len(rows))))
+
+
+def write_rows(path: str, rows: Iterable[Row]) -> None:
+    """Write JSON lines; the file appears when it is complete."""
+    target = Path(path).expanduser()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(scratch, "w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, target)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------- generating
+
+
+def prompts_to_generate(
+    cfg: BatchInferenceConfig, rows: Dataset, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[PromptRow, str, list[int]]]:
+    """Each prompt with its text and ids as the engine gets them (``--enable_csft`` adds to them)."""
+    # It reads the flags of prompts only, which this command has under the same names.
+    prompts = build_prompts(rows, cast(PPOConfig, cfg), tokenizer, cfg.prompt_max_len, str(cfg.dataset))
+    if not cfg.enable_csft:
+        return [(prompt, prompt.text, prompt.token_ids) for prompt in prompts]
+    encode = texts.encode_rendered if cfg.apply_chat_template else texts.encode
+    result = []
+    for prompt in prompts:
+        text = f"{prompt.text} {cfg.csft_prompt.strip()} "
+        result.append((prompt, text, encode(tokenizer, text)[-cfg.prompt_max_len :]))
+    return result
+
+
+def generate(cfg: BatchInferenceConfig, rows: Dataset) -> list[Row]:
+    """``best_of_n`` responses to each prompt, by a vLLM engine in this process.
+
+    The samples depend on the seed, the prompt's row number and the sample's number only.
+    """
+    assert cfg.pretrain
+    tokenizer = load_tokenizer(cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer)
+    prompts = prompts_to_generate(cfg, rows, tokenizer)
+    engine = _engine(cfg)
+    from vllm import SamplingParams
+
+    first_row = (cfg.iter or 0) * cfg.rollout_batch_size
+    requests: list[Any] = []
+    sampling = []
+    for prompt, _, ids in prompts:
+        for number in range(cfg.best_of_n):
+            requests.append({"prompt_token_ids": ids})
+            sampling.append(
+                SamplingParams(
+                    temperature=0.0 if cfg.greedy_sampling else cfg.temperature,
+                    top_p=1.0 if cfg.greedy_sampling else cfg.top_p,
+                    repetition_penalty=cfg.repetition_penalty,
+                    max_tokens=cfg.max_new_tokens,
+                    seed=derive_seed(cfg.seed, first_row + prompt.prompt_id, number),
+                    skip_special_tokens=False,
+                )
+            )
+    outputs = engine.generate(requests, sampling, use_tqdm=False)
+    result = []
+    for index, output in enumerate(outputs):
+        prompt, text, _ = prompts[index // cfg.best_of_n]
+        row = {"input": text, "output": output.outputs[0].text}
+        result.append(row if cfg.label_key is None else {**row, "label": prompt.label})
+    return result
+
+
+def _engine(cfg: BatchInferenceConfig) -> Any:
+    extra: dict[str, Any] = {}
+    if platform.device_type() == "cpu":
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # vLLM's CPU sampler fails on a seeded request whose prompt is prefilled in several steps.
+        extra = {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": _CPU_CACHE_BYTES,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, cfg.prompt_max_len + cfg.max_new_tokens),
+        }
+    if cfg.full_determinism:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    from vllm import LLM
+
+    try:
+        return LLM(
+            model=str(cfg.pretrain),
+            dtype=ENGINE_DTYPES[cfg.param_dtype],
+            tensor_parallel_size=cfg.tp_size or platform.device_count(),
+            max_model_len=cfg.prompt_max_len + cfg.max_new_tokens,
+            max_num_seqs=cfg.max_num_seqs,
+            enable_prefix_caching=cfg.enable_prefix_caching,
+            seed=cfg.seed,
+            trust_remote_code=True,
+            disable_log_stats=True,
+            **extra,
+        )
+    except ValueError as error:
+        raise ToolError(
+            f"vLLM can't serve {cfg.pretrain} with --prompt_max_len {cfg.prompt_max_len} --max_new_tokens "
+            f"{cfg.max_new_tokens} --tp_size {cfg.tp_size}: {error}"
+        ) from error
+
+
+# ------------------------------------------------------------------------------------------------- scoring
+
+
+def text_pair(cfg: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> tuple[str, str]:
+    """Prompt and response of a row as text.
+
+    Raises:
+        DataError: a column is null or of the wrong type, or the chat template refuses them.
+        ToolError: the template rewrites the prompt when the response is there.
+    """
+    prompt, response = row[cfg.input_key], row[str(cfg.output_key)]
+    if not cfg.apply_chat_template:
+        for key, value in ((cfg.input_key, prompt), (cfg.output_key, response)):
+            if not isinstance(value, str):
+                raise ToolError(
+                    f"{where}: column {key!r} is a {type(value).__name__}, not a text; lists of messages need "
+                    "--apply_chat_template"
+                )
+        return texts.apply_template(cfg.input_template, prompt), response
+    messages = texts.as_messages(prompt, "user", where)
+    head = texts.render(tokenizer, messages, True, where)
+    full = texts.render(tokenizer, [*messages, *texts.as_messages(response, "assistant", where)], False, where)
+    if not full.startswith(head):
+        raise ToolError(
+            f"{where}: the chat template rewrites the prompt when a response follows; make texts of the rows first, "
+            "and leave --apply_chat_template out"
+        )
+    return head, full[len(head) :]
+
+
+def score(cfg: BatchInferenceConfig, rows: Dataset, world: World) -> list[Row]:
+    """The rows with the reward of prompt and response; each rank scores a share, and rank 0 gets all.
+
+    Raises:
+        ToolError: a score is not finite.
+    """
+    assert cfg.pretrain
+    require_columns(rows, {"input_key": cfg.input_key, "output_key": cfg.output_key}, str(cfg.dataset))
+    scorer = RewardScorer.load(
+        cfg.pretrain,
+        LoadSettings(cfg.param_dtype, cfg.attn_implementation, cfg.packing_samples, cfg.load_in_4bit),
+        head_prefix=cfg.value_head_prefix,
+        max_len=cfg.max_len,
+        normalize=False,
+        use_fast=not cfg.disable_fast_tokenizer,
+        device=platform.device(world.local_rank),
+    )
+    mine = range(world.rank, len(rows), world.size)
+    pairs = [text_pair(cfg, scorer.tokenizer, rows[i], f"{cfg.dataset}, row {i}") for i in mine]
+    encoded = [scorer.encode(prompt + response) for prompt, response in pairs]
+    # Long texts first, and texts of similar length together: little padding, and a lack of memory shows at once.
+    order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i].token_ids))
+    rewards = [0.0] * len(encoded)
+    for start in range(0, len(order), cfg.micro_batch_size):
+        part = order[start : start + cfg.micro_batch_size]
+        for i, reward in zip(part, scorer.score([encoded[i].token_ids for i in part]), strict=True):
+            rewards[i] = reward
+    truncated = sum(e.truncated for e in encoded)
+    if truncated:
+        logger.warning("%d of %d texts were cut to --max_len %d tokens", truncated, len(encoded), cfg.max_len)
+    scored = [
+        {"input": prompt, "output": response, "reward": reward}
+        for (prompt, response), reward in zip(pairs, rewards, strict=True)
+    ]
+    merged = _gather(scored, len(rows), world)
+    bad = next((i for i, row in enumerate(merged) if not math.isfinite(row["reward"])), None)
+    if bad is not None:
+        raise ToolError(
+            f"the score of row {bad} is {merged[bad]['reward']}; check the model, or use --param_dtype fp32"
+        )
+    return merged
+
+
+def _gather(scored: list[Row], count: int, world: World) -> list[Row]:
+    """All ranks' rows in the order of the data, on rank 0; nothing on the others."""
+    if world.size == 1:
+        return scored
+    parts: list[Any] | None = [None] * world.size if world.is_first else None
+    dist.gather_object(scored, parts)
+    return [parts[i % world.size][i // world.size] for i in range(count)] if parts is not None else []

@@ -1,0 +1,193 @@
+"""Generated rows, scored rows, and what is made of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tool_helpers import make_reward_model
+
+from openrlhf.cli.batch_inference import main
+from openrlhf.tools.errors import ToolError
+from openrlhf.tools.loading import LoadSettings
+from openrlhf.tools.post_process import conditional_sft, dpo_pairs, post_process, rejection_sampling
+from openrlhf.tools.scoring import RewardScorer
+from openrlhf.utils.tiny_model import make_tiny_model
+
+SCORED = [
+    {"input": "a", "output": "1", "reward": 0.5},
+    {"input": "b", "output": "2", "reward": -1.0},
+    {"input": "a", "output": "3", "reward": 1.5},
+    {"input": "b", "output": "4", "reward": -1.0},
+    {"input": "a", "output": "5", "reward": -2.0},
+    {"input": "a", "output": "6", "reward": 1.5},
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestPostProcessors:
+    def test_rejection_sampling_keeps_the_best_of_each_prompt(self) -> None:
+        assert rejection_sampling(SCORED) == [SCORED[2], SCORED[1]]
+
+    def test_pairs_are_best_and_worst(self, caplog: pytest.LogCaptureFixture) -> None:
+        pair = {"prompt": "a", "chosen": "3", "chosen_reward": 1.5, "rejected": "5", "rejected_reward": -2.0}
+        assert dpo_pairs(SCORED) == [pair]
+        with pytest.raises(ToolError, match="--best_of_n"):
+            dpo_pairs(SCORED[1:2])
+
+    def test_rewards_in_prompts(self) -> None:
+        rows = conditional_sft([{"input": "{x} {reward}", "output": "y", "reward": 1.256}], None, False)
+        assert rows == [{"input": "{x} {reward} <rm_score>: 1.26 ", "output": "y", "reward": 1.256}]
+        rows = conditional_sft(SCORED[:2], "[{reward}] {input} ({reward})", True)
+        assert [row["input"] for row in rows] == ["[1.00] a (1.00)", "[-1.00] b (-1.00)"]
+        assert conditional_sft(SCORED[1:2], None, True)[0]["input"] == "b <rm_score>: 0.00 "
+
+    def test_none(self) -> None:
+        assert post_process(SCORED, None, None, False) == post_process(SCORED, "null", None, False) == SCORED
+
+
+class TestScoring:
+    ROWS = [{"question": f"{n}+{n}=", "answer": "1" * (n % 7 + 1)} for n in range(10)]
+
+    @pytest.fixture(scope="class")
+    def model(self, tmp_path_factory: pytest.TempPathFactory) -> str:
+        return make_reward_model(tmp_path_factory.mktemp("rm") / "rm")
+
+    def flags(self, folder: Path, model: str, *more: str) -> list[str]:
+        data = write(folder / "rows.jsonl", self.ROWS)
+        keys = ["--input_key", "question", "--output_key", "answer", "--output_path", str(folder / "out.jsonl")]
+        return ["--eval_task", "rm", "--pretrain", model, "--dataset", data, *keys, "--param_dtype", "fp32", *more]
+
+    def expected(self, model: str, texts: list[str]) -> list[float]:
+        scorer = RewardScorer.load(
+            model,
+            LoadSettings(),
+            head_prefix="score",
+            max_len=2048,
+            normalize=False,
+            use_fast=True,
+            device=torch.device("cpu"),
+        )
+        return [scorer.score([scorer.encode(text).token_ids])[0] for text in texts]
+
+    def run(self, *flags: str, ranks: int = 1) -> None:
+        """In a process of its own: scoring makes a process group."""
+        module = ["-m", "openrlhf.cli.batch_inference"]
+        if ranks > 1:
+            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
+            module = [*launcher, "--rdzv-endpoint", "127.0.0.1:0", *module]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, *module, *flags], capture_output=True, text=True, timeout=300, env=environment
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("wrote") == 1
+
+    @pytest.mark.e2e
+    @pytest.mark.parametrize("ranks", [1, 2])
+    def test_scores_in_the_order_of_the_data(self, tmp_path: Path, model: str, ranks: int) -> None:
+        self.run(*self.flags(tmp_path, model, "--input_template", "Q: {} A: ", "--micro_batch_size", "4"), ranks=ranks)
+        rows = read(tmp_path / "out.jsonl")
+        assert [row["input"] for row in rows] == [f"Q: {row['question']} A: " for row in self.ROWS]
+        assert [row["output"] for row in rows] == [row["answer"] for row in self.ROWS]
+        expected = self.expected(model, [row["input"] + row["output"] for row in rows])
+        assert [row["reward"] for row in rows] == pytest.approx(expected, abs=3e-6)
+        assert len({round(reward, 4) for reward in expected}) == 10
+
+    @pytest.mark.e2e
+    def test_chat_template_slice_and_pairs(self, tmp_path: Path, model: str) -> None:
+        more = ["--apply_chat_template", "--iter", "1", "--rollout_batch_size", "6"]
+        self.run(*self.flags(tmp_path, model, *more))
+        rows = read(tmp_path / "out.jsonl")
+        assert [row["input"] for row in rows] == [row["question"] + "=" for row in self.ROWS[6:]]
+        assert [row["output"] for row in rows] == [row["answer"] + "<eos>" for row in self.ROWS[6:]]
+        expected = self.expected(model, [row["question"] + "=" + row["answer"] for row in self.ROWS[6:]])
+        assert [row["reward"] for row in rows] == pytest.approx(expected, abs=3e-6)
+
+    def test_refused(self, tmp_path: Path, model: str, capsys: Any) -> None:
+        flags = self.flags(tmp_path, model)
+        for more, words in (
+            (["--iter", "5", "--rollout_batch_size", "2"], "5 slices"),
+            (["--output_key", "solution"], "question, answer"),
+            (["--pretrain", f"{model}_base"], "no weight score.weight"),
+        ):
+            done = subprocess.run(
+                [sys.executable, "-m", "openrlhf.cli.batch_inference", *flags, *more],
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 1 and words in done.stderr, done.stderr
+        assert not (tmp_path / "out.jsonl").exists()
+
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            ("--eval_task generate --post_processor rs", "generate_vllm makes none"),
+            ("--post_processor csft --reward_template {input}", "no {reward}"),
+            ("--reward_template {input}{reward}", "only used by csft"),
+            ("--normalize_reward", "only used by csft"),
+            ("--enable_csft", "belongs to generating"),
+            ("--output_path .", "is a folder"),
+            ("--dataset nothing.jsonl", "there is no file"),
+        ],
+    )
+    def test_flags_that_do_not_fit(self, tmp_path: Path, model: str, capsys: Any, more: str, words: str) -> None:
+        with pytest.raises(SystemExit) as stop:
+            main(self.flags(tmp_path, model, *more.split()))
+        assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_generate(tmp_path: Path) -> None:
+    """In processes of their own, since vLLM keeps threads and memory."""
+    model = make_tiny_model(tmp_path / "model")
+    rows = [{"question": f"{n}+1", "answer": n} for n in range(4)] + [{"question": "1" * 40, "answer": 9}]
+    data = write(tmp_path / "prompts.jsonl", rows)
+
+    def run(name: str, *more: str) -> list[dict[str, Any]]:
+        flags = ["--eval_task", "generate_vllm", "--pretrain", model, "--dataset", data, "--param_dtype", "fp32"]
+        flags += ["--input_key", "question", "--apply_chat_template", "--max_new_tokens", "8", "--prompt_max_len", "16"]
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "openrlhf.cli.batch_inference",
+                *flags,
+                "--output_path",
+                str(tmp_path / name),
+                *more,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "1 prompts cut to 16 tokens" in done.stderr
+        return read(tmp_path / name)
+
+    sampled = run("all.jsonl", "--best_of_n", "3", "--label_key", "answer")
+    assert [row["input"] for row in sampled] == [row["question"] + "=" for row in rows for _ in range(3)]
+    assert [row["label"] for row in sampled] == [row["answer"] for row in rows for _ in range(3)]
+    outputs = [row["output"] for row in sampled]
+    assert len(set(outputs)) > 10 and all(0 < len(text) <= 60 and "<eos>" not in text for text in outputs[:3])
+    # A slice of the data gets the same samples.
+    sliced = run("slice.jsonl", "--best_of_n", "2", "--iter", "1", "--rollout_batch_size", "3")
+    assert [row["output"] for row in sliced] == [outputs[i] for i in (9, 10, 12, 13)]
+    greedy = run("greedy.jsonl", "--greedy_sampling", "--enable_csft")
+    assert [row["input"] for row in greedy] == [f"{row['question']}= <rm_score>: 5.00 " for row in rows]
