@@ -234,6 +234,9 @@ def _from_pretrained(
     _quiet_progress_bars()
     dropout = _silence_dropout(config, path)
     attention = resolve_attention(opts.attn_implementation, opts.packing_samples)
+    experts = getattr(opts, "experts_implementation", None)  # commands without mixtures of experts lack the flag
+    if experts is not None:
+        extra["experts_implementation"] = experts
     try:
         with _zero3_loading(path, opts, zero3_init), _no_load_report():
             model, info = auto_class.from_pretrained(

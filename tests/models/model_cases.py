@@ -23,6 +23,7 @@ def options(**changes: Any) -> Any:
         "gradient_checkpointing_use_reentrant": False,
         "use_liger_kernel": False,
         "load_in_4bit": False,
+        "experts_implementation": None,
         "lora_rank": 0,
         "lora_alpha": 16,
         "lora_dropout": 0.0,

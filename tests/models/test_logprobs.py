@@ -195,6 +195,18 @@ def test_router_loss_is_the_same_packed_and_padded(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+def test_kernels_of_experts_agree(tmp_path: Path, kernel: str) -> None:
+    folder = make_tiny_model(tmp_path / "m", "qwen3_moe", **ARCHITECTURES["qwen3_moe"])
+    model = load_causal_lm(folder, options(experts_implementation=kernel))
+    assert model.config._experts_implementation == kernel
+    with torch.no_grad():
+        expected = reference_logprobs(AutoModelForCausalLM.from_pretrained(folder), sequences())
+        torch.testing.assert_close(
+            PolicyModel(model)(packed(sequences())).logprobs.double(), expected, atol=1e-5, rtol=0
+        )
+
+
 def test_dense_models_have_no_router_loss(llama: str) -> None:
     assert PolicyModel(load_causal_lm(llama, options()), aux_loss=True)(packed(sequences())).aux_loss is None
 

@@ -29,6 +29,7 @@ from openrlhf.models import (  # noqa: E402
     load_sequence_regression,
     load_tokenizer,
 )
+from openrlhf.models.fused import fuse_elementwise  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers import checkpoint_files as files  # noqa: E402
 from openrlhf.workers.deepspeed_engine import (  # noqa: E402
@@ -151,6 +152,13 @@ def zero3_loading(cases: Cases) -> None:
     parts = cases.weights(engine)
     cases.results["zero3_init equal"] = set(whole) == set(parts) and all(torch.equal(whole[n], parts[n]) for n in whole)
     cases.results["zero3_init steps"] = [cases.step(engine)[0] for _ in range(3)]
+    for name, early in (("zero3 fused", False), ("zero3 partitioned fused", True)):
+        opts = options(zero_stage=3)
+        model = load_causal_lm(cases.model, opts, zero3_init=early)
+        cases.results[f"{name} modules"] = fuse_elementwise(model)
+        engine = TrainEngine(PolicyModel(model), opts, SPEC, SCHEDULE)
+        figures = [cases.step(engine) for _ in range(3)]
+        cases.results[f"steps {name}"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
     opts = options(zero_stage=3, seed=3)
     head = load_sequence_regression(cases.model, opts, zero3_init=True)
     reward = TrainEngine(RewardModel(head), opts, SPEC)

@@ -90,6 +90,8 @@ def largest_difference(got: list[list[float]], expected: list[list[float]]) -> f
         "zero3 checkpointing",
         "zero3 reentrant",
         "zero2 adam_offload",
+        "zero3 fused",
+        "zero3 partitioned fused",
     ],
 )
 def test_same_losses_and_norms_as_a_plain_loop(results: dict[str, Any], variant: str) -> None:
@@ -112,6 +114,11 @@ def test_tied_weights_and_adapters_train_alike(results: dict[str, Any], kind: st
 def test_partitioned_loading_gives_the_same_model(results: dict[str, Any]) -> None:
     assert results["zero3_init equal"]
     assert results["zero3_init steps"] == pytest.approx([row[0] for row in results["plain tied"]], rel=1e-6)
+
+
+def test_norms_and_activations_of_partitioned_models_are_fused(results: dict[str, Any]) -> None:
+    for name in ("zero3 fused", "zero3 partitioned fused"):
+        assert results[f"{name} modules"] >= 2 * 3 + 1
 
 
 def test_value_head_is_initialised_and_saved_under_zero3(results: dict[str, Any]) -> None:
