@@ -6,15 +6,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from openrlhf.datasets.prompts import PromptRow
-from openrlhf.trainer.metrics_log import MetricsLogger
-
 from openrlhf.algorithms.correction import effective_sample_size
 from openrlhf.algorithms.kl import make_kl_controller
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive
+from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer
 from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
@@ -38,8 +35,10 @@ from openrlhf.trainer.experience import (
     token_outputs,
     with_model_scores,
 )
+from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
 from openrlhf.trainer.prompt_stream import PromptStream
+from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import WeightCheck
 from openrlhf.workers.group import WorkerGroup
@@ -69,6 +68,7 @@ class PPOTrainer:
         rows: the prompt set.
         eval_rows: the evaluation prompts, empty for none.
         probe: a short text as token ids, scored by trainer and engines after each weight sync.
+        reward_inputs: what a reward model reads; None without one.
         logger: gets the metrics.
         console: gets what a person reads.
     """
@@ -80,6 +80,7 @@ class PPOTrainer:
         rows: Sequence[PromptRow],
         eval_rows: Sequence[PromptRow],
         probe: Sequence[int],
+        reward_inputs: RewardInputs | None,
         logger: MetricsLogger,
         console: Console,
     ) -> None:
@@ -87,6 +88,7 @@ class PPOTrainer:
         self.system = system
         self.logger = logger
         self.console = console
+        self.reward_inputs = reward_inputs
         self.stream = PromptStream(rows, cfg.seed, cfg.num_episodes)
         self.buffer = RolloutBuffer()
         self.kl = make_kl_controller(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
@@ -208,14 +210,11 @@ class PPOTrainer:
         group = self.system.reward
         if group is None:
             return experience
-        sequences = self._reward_inputs(experience.trajectories)
+        assert self.reward_inputs is not None
+        sequences = self.reward_inputs(experience.trajectories)
         batches = forward_batches(sequences, len(group), self.cfg)
         scores = sequence_outputs(batches, group.call("forward", per_rank=batches), len(sequences))
         return Experience(with_model_scores(experience.trajectories, scores), experience.columns)
-
-    def _reward_inputs(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
-        """What the reward model reads: the sampled ids."""
-        return [t.token_ids for t in trajectories]
 
     def _add_model_columns(self, experience: Experience, num_steps: int) -> None:
         """Log-probs of policy and reference and values, where the algorithm uses them.

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from transformers import PreTrainedTokenizerBase
+
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.datasets.prompts import PromptRow, load_prompts
@@ -21,6 +23,7 @@ from openrlhf.rollout.rewards import FunctionReward, make_reward_source
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids, training_sampling
+from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
 from openrlhf.trainer.system import start_system
 from openrlhf.trainer.weight_check import WeightMismatchError
@@ -28,7 +31,7 @@ from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.cluster import disconnect
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 from openrlhf.workers.group import WorkerError
-from openrlhf.workers.placement import PlacementError
+from openrlhf.workers.placement import PlacementError, roles_of
 
 PROBE_TOKENS = 64
 
@@ -56,6 +59,7 @@ class Inputs:
     rows: Sequence[PromptRow]
     eval_rows: Sequence[PromptRow]
     probe: list[int]
+    reward: RewardInputs | None
 
 
 def read_inputs(cfg: PPOConfig) -> Inputs:
@@ -76,7 +80,15 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     urls = reward_urls(cfg)
     if urls and not isinstance(make_reward_source(urls), FunctionReward):
         wait_for_servers(urls)
-    return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)))
+    return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
+
+
+def _reward_inputs(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardInputs | None:
+    if "reward" not in roles_of(cfg):
+        return None
+    assert cfg.reward_pretrain is not None
+    reward = load_tokenizer(cfg.reward_pretrain, use_fast=not cfg.disable_fast_tokenizer)
+    return RewardInputs(tokenizer, reward, cfg.max_len + 1)
 
 
 def run(cfg: PPOConfig) -> int:
@@ -125,7 +137,7 @@ def _train(cfg: PPOConfig, console: Console) -> None:
             report=console.say,
         )
         try:
-            PPOTrainer(cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, logger, console).fit()
+            PPOTrainer(cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, inputs.reward, logger, console).fit()
         finally:
             system.close()
     finally:
