@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config import LoraCombinerConfig
 from openrlhf.models.loading import check_model_folder, load_tokenizer, torch_dtype, unwrap_hf, write_hf_folder
@@ -179,20 +179,20 @@ def _differ(a: nn.Module, b: nn.Module) -> bool:
     return any(not torch.equal(x.float(), y.float()) for x, y in pairs)
 
 
-def _untie(base: nn.Module) -> None:
+def _untie(base: PreTrainedModel) -> None:
     """Give an adapted layer a weight of its own where it shares it with another layer (embedding and output)."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    ends = [base.get_input_embeddings(), base.get_output_embeddings()]  # type: ignore[operator]
-    tied = bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False))  # type: ignore[union-attr,operator]
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+    tied = bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False))
     if not tied or not any(isinstance(end, (BaseTunerLayer, ModulesToSaveWrapper)) for end in ends):
         return
     for end in ends:
         if isinstance(end, BaseTunerLayer):
             inner = end.get_base_layer()
             inner.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
-    for config in {id(c): c for c in (base.config, base.config.get_text_config())}.values():  # type: ignore[union-attr,operator]
+    for config in (base.config, base.config.get_text_config()):
         config.tie_word_embeddings = False
 
 
