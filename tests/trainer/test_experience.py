@@ -1,0 +1,180 @@
+"""From trajectories to optimizer steps: order, rewards, denominators, and the same data in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from openrlhf.config import PPOConfig, build
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.trainer.experience import (
+    POLICY_COLUMNS,
+    Experience,
+    add_advantages,
+    collect,
+    forward_batches,
+    optimizer_steps,
+    sequence_outputs,
+    step_batches,
+    token_outputs,
+    with_model_scores,
+)
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> PPOConfig:
+    data, reward = tmp_path / "data.jsonl", tmp_path / "reward.py"
+    data.write_text('{"input": "1"}\n')
+    reward.write_text("def reward_func(queries, prompts, labels): ...\n")
+    return config(data, reward)
+
+
+def config(data: Path, reward: Path, **flags: object) -> PPOConfig:
+    values: dict[str, object] = {
+        "pretrain": str(data.parent),
+        "prompt_data": str(data),
+        "remote_rm_url": str(reward),
+        "advantage_estimator": "group_norm",
+        "n_samples_per_prompt": 2,
+        "rollout_batch_size": 4,
+        "train_batch_size": 4,
+        "micro_train_batch_size": 2,
+        "micro_rollout_batch_size": 2,
+        "actor_num_gpus_per_node": 1,
+        "max_new_tokens": 8,
+        "max_len": 16,
+    }
+    result = build("train_ppo_ray", **(values | flags))
+    assert isinstance(result, PPOConfig)
+    return result
+
+
+def sample(group: int, index: int, length: int, reward: float | None, **more: object) -> Trajectory:
+    mask = np.arange(length + 2) >= 2
+    values: dict[str, object] = {
+        "prompt_id": 100 + group, "group_id": group, "sample_index": index,
+        "token_ids": np.arange(length + 2) + 10 * group + index, "action_mask": mask, "logprobs": None,
+        "weight_version": np.where(mask, 0, -1), "reward": reward, "score": reward,
+    }  # fmt: skip
+    return Trajectory(**(values | more))  # type: ignore[arg-type]
+
+
+def rollout() -> list[list[Trajectory]]:
+    """Three groups that finished in another order than they were drawn, one with a single sample."""
+    return [
+        [sample(2, 0, 3, 5.0)],
+        [sample(0, 1, 4, 1.0), sample(0, 0, 2, 0.0)],
+        [sample(1, 0, 5, 2.0), sample(1, 1, 1, 4.0)],
+    ]
+
+
+def test_groups_come_into_a_fixed_order() -> None:
+    experience = collect(rollout())
+    assert [(t.group_id, t.sample_index) for t in experience.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    assert "rollout_logprobs" not in experience.columns
+
+
+def test_log_probs_of_some_samples_only_are_an_error() -> None:
+    groups = rollout()
+    length = groups[1][0].total_length
+    groups[1][0] = sample(0, 1, 4, 1.0, logprobs=np.zeros(length, dtype=np.float32))
+    with pytest.raises(ValueError, match=r"4 of 5 samples have no sampling log-probs, the first of prompt 100"):
+        collect(groups)
+
+
+def test_a_missing_reward_names_the_sample(cfg: PPOConfig) -> None:
+    experience = collect([[sample(3, 0, 2, None), sample(3, 1, 2, 1.0)]])
+    with pytest.raises(ValueError, match="sample 0 of prompt 103"):
+        add_advantages(experience, cfg, 0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_outputs_of_ranks_come_back_in_order(cfg: PPOConfig, ranks: int) -> None:
+    experience = collect(rollout())
+    sequences = [t.token_ids for t in experience.trajectories]
+    batches = forward_batches(sequences, ranks, cfg)
+    assert len(batches) == ranks and len({len(rank) for rank in batches}) == 1
+    tokens = [[batch.input_ids.float().numpy() for batch in rank] for rank in batches]
+    for column, ids in zip(token_outputs(batches, tokens, 5), sequences, strict=True):
+        assert column.tolist() == ids.tolist()
+    firsts = [[batch.input_ids[batch.cu_seqlens[:-1].long()].numpy() for batch in rank] for rank in batches]
+    assert sequence_outputs(batches, firsts, 5).tolist() == [float(ids[0]) for ids in sequences]
+
+
+def test_advantages_of_uneven_groups_keep_to_their_own_tokens(cfg: PPOConfig) -> None:
+    experience = collect(rollout())
+    summary = add_advantages(experience, cfg, 0.0)
+    assert summary.kl is None
+    root = 1 / np.sqrt(2)  # (r - mean) / sample standard deviation of two rewards
+    for t, advantage, value in zip(
+        experience.trajectories, experience.columns["advantages"], (-root, root, -root, root, 0.0), strict=True
+    ):
+        assert advantage.tolist() == pytest.approx([0.0, 0.0] + [value] * t.response_length, abs=1e-6)
+
+
+def test_kl_in_the_reward_lowers_the_return_and_kl_in_the_loss_does_not(cfg: PPOConfig) -> None:
+    def returns(use_kl_loss: bool) -> tuple[list[float], float | None]:
+        experience = collect(rollout())
+        lengths = experience.lengths
+        experience.columns["old_logprobs"] = [torch.full((n,), -1.0) for n in lengths]
+        experience.columns["ref_logprobs"] = [torch.full((n,), -1.5) for n in lengths]
+        own = config(Path(cfg.prompt_data or ""), Path(cfg.remote_rm_url or ""), use_kl_loss=use_kl_loss,
+                     advantage_estimator="reinforce", kl_estimator="k2" if use_kl_loss else "k1")  # fmt: skip
+        summary = add_advantages(experience, own, 0.1)
+        return summary.returns.tolist(), summary.kl
+
+    in_reward, kl = returns(False)
+    assert kl == pytest.approx(0.5)
+    # 0.1 * 0.5 for each of 2, 4, 5, 1 and 3 action tokens
+    assert in_reward == pytest.approx([0 - 0.1, 1 - 0.2, 2 - 0.25, 4 - 0.05, 5 - 0.15])
+    in_loss, kl = returns(True)
+    assert kl == pytest.approx(0.125)
+    assert in_loss == pytest.approx([0, 1, 2, 4, 5])
+
+
+def test_scores_of_a_reward_model_must_be_finite() -> None:
+    trajectories = collect(rollout()).trajectories
+    scored = with_model_scores(trajectories, np.arange(5.0))
+    assert [t.reward for t in scored] == [t.score for t in scored] == [0, 1, 2, 3, 4]
+    with pytest.raises(FloatingPointError, match=r"not finite for prompts \[101\]"):
+        with_model_scores(trajectories, np.array([0, 1, np.nan, 3, 4]))
+
+
+def test_every_sample_is_in_one_step_an_epoch_and_groups_stay_together(cfg: PPOConfig) -> None:
+    group_ids = [t.group_id for t in collect(rollout()).trajectories]
+    two = config(Path(cfg.prompt_data or ""), Path(cfg.remote_rm_url or ""), max_epochs=2)
+    steps = optimizer_steps(group_ids, two, seed=(1, 0))
+    assert steps == optimizer_steps(group_ids, two, seed=(1, 0))
+    counted = sorted(i for step in steps for i in step)
+    assert counted == sorted(list(range(5)) * 2)
+    for step in steps:
+        assert len(step) <= 4
+        for group in {group_ids[i] for i in step}:
+            assert [i for i in range(5) if group_ids[i] == group and i not in step] == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_steps_hold_each_sample_once_with_global_denominators(cfg: PPOConfig, ranks: int) -> None:
+    experience = collect(rollout())
+    add_advantages(experience, cfg, 0.0)
+    steps = [[0, 1, 2, 3], [4]]
+    batches = step_batches(experience, steps, ranks, cfg, POLICY_COLUMNS, kl_coef=0.25)
+    for number, members in enumerate(steps):
+        parts = [batches[rank][number] for rank in range(ranks)]
+        assert len({len(part.micro_batches) for part in parts}) == 1
+        assert all(part.denominators == parts[0].denominators for part in parts)
+        assert parts[0].denominators.tokens == sum(experience.trajectories[i].response_length for i in members)
+        assert parts[0].denominators.sequences == len(members)
+        assert parts[0].kl_coef == 0.25
+        seen = [int(i) for part in parts for batch in part.micro_batches for i in batch.sequence_index if i >= 0]
+        assert sorted(seen) == list(range(len(members))) or sorted(seen) == members
+        total = sum(float(b.columns["action_mask"].sum()) for part in parts for b in part.micro_batches)
+        assert total == parts[0].denominators.tokens
+        assert set(parts[0].micro_batches[0].columns) == {"action_mask", "advantages"}
+
+
+def test_experience_has_a_length() -> None:
+    assert len(Experience(collect(rollout()).trajectories)) == 5
