@@ -1,0 +1,135 @@
+"""The losses of policy and critic as the flags put them together, on one packed micro-batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.aggregation import Denominators
+from openrlhf.batching.microbatch import MicroBatch, pack
+from openrlhf.config import PPOConfig
+from openrlhf.workers.messages import StepBatch
+from openrlhf.workers.objectives import PolicyObjective, ValueObjective, check_finite, correction_settings
+
+LENGTHS = (4, 3)
+MASK = torch.tensor([0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
+
+
+def batch(**columns: Tensor) -> MicroBatch:
+    whole = {"action_mask": MASK, "advantages": torch.tensor([9.0, 1.0, -1.0, 2.0, 9.0, 9.0, 0.5]), **columns}
+    sequences = [torch.arange(3, 3 + n) for n in LENGTHS]
+    return pack(sequences, {name: column.split(LENGTHS) for name, column in whole.items()}, [0, 1])
+
+
+def step(micro: MicroBatch, kl_coef: float = 0.0, tokens: int = 8) -> StepBatch:
+    return StepBatch((micro,), Denominators(tokens, 2, 16.0), kl_coef)
+
+
+def logprobs(seed: int = 0) -> Tensor:
+    return (-torch.rand(7, generator=torch.Generator().manual_seed(seed)) - 0.5).requires_grad_()
+
+
+def test_without_old_log_probs_the_loss_is_the_policy_gradient() -> None:
+    micro, values = batch(), logprobs()
+    result = PolicyObjective(PPOConfig())(micro, step(micro), values)
+    advantages = micro.columns["advantages"]
+    assert result.loss.item() == pytest.approx(-float(advantages[MASK].sum()) / 8)
+    (gradient,) = torch.autograd.grad(result.loss, values)
+    assert torch.allclose(gradient, torch.where(MASK, -advantages / 8, 0.0))
+    assert result.metrics.values()["ppo_clip_ratio"] == 0.0
+    # The parts of a step add up to a weight of one: this batch has 4 of its 8 action tokens.
+    assert float(result.metrics["policy_loss"].weight) == 0.5
+
+
+def test_clipping_uses_old_log_probs_and_both_bounds() -> None:
+    values = torch.full((7,), -1.0, requires_grad=True)
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.1, 1.0, 1.0, 0.9])
+    micro = batch(old_logprobs=-1.0 - ratio.log())
+    objective = PolicyObjective(replace(PPOConfig(), eps_clip_low_high=(0.2, 0.3)))
+    result = objective(micro, step(micro), values)
+    expected = -(1.3 * 1.0 + 0.8 * -1.0 + 1.1 * 2.0 + 0.9 * 0.5) / 8
+    assert result.loss.item() == pytest.approx(expected)
+    assert result.metrics.values()["ppo_clip_ratio"] == 0.5
+
+
+def test_kl_and_entropy_terms_are_added_with_their_coefficients() -> None:
+    values = torch.full((7,), -1.0, requires_grad=True)
+    micro = batch(ref_logprobs=torch.full((7,), -1.5))
+    entropy = torch.full((7,), 0.7)
+    cfg = replace(PPOConfig(), kl_estimator="k2", entropy_loss_coef=0.1)
+    plain = PolicyObjective(PPOConfig())(micro, step(micro), values).loss.item()
+    result = PolicyObjective(cfg)(micro, step(micro, kl_coef=0.2), values, entropy)
+    assert result.loss.item() == pytest.approx(plain + 0.2 * (0.5 * 0.25 * 4) / 8 - 0.1 * 0.7 * 4 / 8)
+    figures = result.metrics.values()
+    assert figures["kl"] == pytest.approx(0.125)
+    assert figures["entropy_loss"] == pytest.approx(0.7)
+    # A coefficient of 0 logs the entropy and leaves the loss alone.
+    logged = PolicyObjective(replace(cfg, entropy_loss_coef=0.0))(micro, step(micro), values, entropy)
+    assert logged.loss.item() == pytest.approx(plain)
+    assert "entropy_loss" in logged.metrics.values()
+
+
+def test_router_loss_is_weighted_by_the_share_of_tokens() -> None:
+    micro, values = batch(), logprobs()
+    plain = PolicyObjective(PPOConfig())(micro, step(micro), values).loss.item()
+    result = PolicyObjective(replace(PPOConfig(), aux_loss_coef=0.01))(
+        micro, step(micro), values, aux_loss=torch.tensor(3.0)
+    )
+    assert result.loss.item() == pytest.approx(plain + 0.01 * 0.5 * 3.0)
+    assert result.metrics.values()["aux_loss"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+def test_masked_positions_change_neither_value_nor_gradient(poison: float) -> None:
+    cfg = replace(PPOConfig(), kl_estimator="k3")
+
+    def run(filler: float) -> tuple[Tensor, Tensor]:
+        columns = {
+            name: torch.where(MASK, torch.linspace(-1.2, -0.8, 7), filler) for name in ("old_logprobs", "ref_logprobs")
+        }
+        micro = batch(**columns)
+        values = logprobs()
+        result = PolicyObjective(cfg)(micro, step(micro, kl_coef=0.1), values)
+        return result.loss.detach(), torch.autograd.grad(result.loss, values)[0]
+
+    for clean, dirty in zip(run(-1.0), run(poison), strict=True):
+        assert torch.equal(clean, dirty)
+
+
+def test_correction_flags_reach_the_loss() -> None:
+    assert correction_settings(PPOConfig()) is None
+    cfg = replace(PPOConfig(), enable_vllm_is_correction=True, vllm_is_truncated_threshold=(0.5, 2.0))
+    settings = correction_settings(cfg)
+    assert settings is not None and (settings.level, settings.mode, settings.low, settings.high) == (
+        "token",
+        "clip",
+        0.5,
+        2.0,
+    )
+    values = torch.full((7,), -1.0, requires_grad=True)
+    micro = batch(rollout_logprobs=torch.full((7,), -3.0))
+    result = PolicyObjective(cfg)(micro, step(micro), values)
+    assert result.loss.item() == pytest.approx(2.0 * -2.5 / 8)  # every weight is cut to 2
+    assert result.metrics.values()["is_clip_ratio"] == 1.0
+
+
+def test_value_loss_and_its_clip_fraction() -> None:
+    micro = batch(old_values=torch.zeros(7), returns=torch.ones(7))
+    values = torch.tensor([5.0, 1.0, 0.1, 0.0, 5.0, 5.0, 0.0], requires_grad=True)
+    result = ValueObjective(replace(PPOConfig(), value_clip=0.2))(micro, step(micro), values)
+    # max of the plain and the clipped error: 0.8, 0.9, 1, 1 squared
+    assert result.loss.item() == pytest.approx(0.5 * (0.64 + 0.81 + 1 + 1) / 8)
+    assert result.metrics.values()["value_clip_ratio"] == 0.25
+
+
+def test_an_infinite_output_is_named_by_sample_and_token() -> None:
+    micro = batch()
+    values = logprobs().detach().clone()
+    values[0] = float("nan")  # not an action: no business of ours
+    check_finite(micro, values, "the policy's log-probability")
+    values[6] = float("-inf")
+    with pytest.raises(FloatingPointError, match=r"log-probability is not finite at 1 of 4 .* sample 1 token 2"):
+        check_finite(micro, values, "the policy's log-probability")
