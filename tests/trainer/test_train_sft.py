@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,23 @@ from openrlhf.utils.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.e2e
 
-DEADLINE_S = 300
+DEADLINE_S = 600
+BIN = Path(sys.executable).parent
+SESSION = Path(__file__).parent / "sft_session.py"
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a finished run printed, and its exit status."""
+
+    code: int
+    out: str
+    err: str
 
 
 class Bench:
-    """A folder with a model and data, and a way to run the command on it."""
+    """A folder with a model and data, and ways to run the command on it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,6 +44,7 @@ class Bench:
         rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(5, 9) for b in range(7, 15)]
         self.data = self.write("train.jsonl", rows)
         self.eval_data = self.write("eval.jsonl", [{"input": f"{a}+1=", "output": str(a + 1)} for a in range(0, 50, 7)])
+        self.done: dict[str, Done] = {}
 
     def write(self, name: str, rows: list[dict[str, Any]]) -> str:
         path = self.folder / name
@@ -62,31 +75,37 @@ class Bench:
                 words += [f"--{flag}", str(value)]
         return words
 
-    def run(
-        self, name: str, ranks: int = 1, launcher: str = "python", **flags: Any
-    ) -> subprocess.CompletedProcess[str]:
-        bin_dir = Path(sys.executable).parent
-        module = ["openrlhf.cli.train_sft", *self.arguments(name, **flags)]
-        torchrun = [f"--nproc_per_node={ranks}", f"--master_port={free_port('127.0.0.1')}"]
-        command = {
-            "python": [sys.executable, "-m", *module],
-            "torchrun": [str(bin_dir / "torchrun"), *torchrun, "-m", *module],
-            "deepspeed": [
-                *[str(bin_dir / "deepspeed"), "--num_gpus", str(ranks)],
-                *["--master_port", str(free_port("127.0.0.1")), "--module", *module],
-            ],
-        }[launcher if ranks == 1 or launcher != "python" else "torchrun"]
+    def start(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command with this checkout's code, without the network."""
         env = {
-            **os.environ,
+            **{key: value for key, value in os.environ.items() if key not in LAUNCHER},
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "OMP_NUM_THREADS": "1",
             "HF_HOME": str(self.folder / "hf"),
             "HF_HUB_OFFLINE": "1",
-            "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}",
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
         return subprocess.run(
             command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
+
+    def launch(self, name: str, *launcher: str, **flags: Any) -> Done:
+        """One run, in processes of its own."""
+        done = self.start([*launcher, "openrlhf.cli.train_sft", *self.arguments(name, **flags)])
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def session(self, ranks: int, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
+        """Several runs in one start: (key of the result, folder of the run, flags)."""
+        logs = self.folder / f"logs{ranks}"
+        logs.mkdir()
+        listed = [[key, self.arguments(name, **flags)] for key, name, flags in jobs]
+        (logs / "jobs.json").write_text(json.dumps(listed))
+        done = self.start([*torchrun(ranks), str(SESSION), str(logs / "jobs.json"), str(logs)])
+        assert done.returncode == 0, done.stderr
+        for key, _, _ in jobs:
+            codes = {int((logs / f"{key}.{rank}.code").read_text()) for rank in range(ranks)}
+            errors = "".join((logs / f"{key}.{rank}.err").read_text() for rank in range(ranks))
+            self.done[key] = Done(max(codes), (logs / f"{key}.0.out").read_text(), errors)
 
     def metrics(self, name: str, kind: str = "train") -> dict[int, dict[str, Any]]:
         text = (self.folder / name / "ckpt" / "run" / "metrics.jsonl").read_text()
@@ -100,22 +119,70 @@ class Bench:
         return load_file(self.folder / name / "model" / "model.safetensors")
 
 
+def torchrun(ranks: int) -> list[str]:
+    return [str(BIN / "torchrun"), f"--nproc_per_node={ranks}", f"--master_port={free_port('127.0.0.1')}"]
+
+
+CONSTANT = {"lr_scheduler": "constant", "lr_warmup_ratio": 0.0}
+STOPS = (3, 4, 5)
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "packed": (1, {"packing_samples": True}),
+    "large micro-batches without ZeRO": (1, {"micro_train_batch_size": 8, "zero_stage": 0}),
+    "two ranks, packed, ZeRO-3": (2, {"packing_samples": True, "zero_stage": 3}),
+    "two ranks, small micro-batches": (2, {"micro_train_batch_size": 1, "gradient_checkpointing": True}),
+}
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"input_key": "prompt", "output_key": "gt"}, "--input_key 'prompt', --output_key 'gt'; its columns are: input"),
+    ({"dataset": "missing.jsonl"}, "missing.jsonl"),
+    ({"pretrain": "./missing"}, "missing"),
+    ({"train_batch_size": 128}, "32 usable row(s) in 2 epoch(s) do not fill one batch of --train_batch_size 128"),
+    ({"dataset": "null.jsonl"}, "row 1: column 'input' is null"),
+    ({"lr_scheduler": "nonsense"}, "nonsense"),
+]
+
+
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """With one run that the tests compare others with: 32 rows, batch 8, 2 epochs, checkpoints every 3 steps."""
+    """With all runs done. The first, that others are compared with: 32 rows, batch 8, 2 epochs."""
     bench = Bench(tmp_path_factory.mktemp("sft"))
-    done = bench.run(
-        "base",
-        save_steps=3,
-        save_hf_ckpt=True,
-        max_ckpt_num=1,
-        eval_dataset=bench.eval_data,
-        use_tensorboard=bench.folder / "tb",
-        wandb_run_name="base",
+    bench.write("null.jsonl", [{"input": "a", "output": "b"}, {"input": None, "output": "b"}])
+    other = bench.write("other.jsonl", [{"input": f"{i}=", "output": str(i)} for i in range(16)])
+    uneven = [{"input": f"{i}=", "output": str(i) * (1 + i)} for i in range(7)] + [{"input": "x", "output": ""}]
+    evaluated = {"eval_dataset": bench.eval_data}
+    base = {
+        "save_steps": 3,
+        "save_hf_ckpt": True,
+        "max_ckpt_num": 1,
+        "use_tensorboard": bench.folder / "tb",
+        "wandb_run_name": "base",
+        **evaluated,
+    }
+    jobs: list[tuple[str, str, dict[str, Any]]] = [("base", "base", base), ("constant", "constant", CONSTANT)]
+    for stop in STOPS:
+        jobs.append((f"stop{stop}", f"resume{stop}", {"save_steps": stop, "max_steps": stop, **CONSTANT}))
+        jobs.append((f"resume{stop}", f"resume{stop}", {"load_checkpoint": True, **CONSTANT}))
+    jobs.append(("finish", "finished", {"max_epochs": 1, "save_steps": 4}))
+    jobs.append(
+        ("finished", "finished", {"max_epochs": 1, "load_checkpoint": True, "save_path": bench.folder / "again"})
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step ") == 8 and "step 8/8" in done.stdout
+    refused = {"load_checkpoint": True, "save_path": bench.folder / "no", "dataset": other}
+    jobs.append(("other data", "base", refused))
+    jobs.append(("lora", "lora", {"lora_rank": 4, "max_steps": 2, "zero_stage": 3}))
+    jobs += [(f"mistake{i}", "mistake", flags) for i, (flags, _) in enumerate(MISTAKES)]
+    jobs += [(name, name, {**flags, **evaluated}) for name, (ranks, flags) in LAYOUTS.items() if ranks == 1]
+    bench.session(1, jobs)
+    two: list[tuple[str, str, dict[str, Any]]]
+    two = [(name, name, {**flags, **evaluated}) for name, (ranks, flags) in LAYOUTS.items() if ranks == 2]
+    few = {"dataset": bench.write("uneven.jsonl", uneven), "train_batch_size": 2, "micro_train_batch_size": 1}
+    two.append(("uneven", "uneven", {**few, "packing_samples": True}))
+    bench.session(2, two)
+    assert bench.done["base"].code == 0, bench.done["base"].err
     return bench
+
+
+def test_every_step_is_a_line(bench: Bench) -> None:
+    out = bench.done["base"].out
+    assert out.count("step ") == 8 and "step 8/8" in out and out.count("eval gpt_loss") == 2
 
 
 def test_metrics_have_the_known_names(bench: Bench) -> None:
@@ -157,113 +224,76 @@ def test_checkpoint_layout(bench: Bench) -> None:
     assert AutoModelForCausalLM.from_pretrained(root / "global_step6_hf") is not None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        (1, {"packing_samples": True}),
-        (1, {"micro_train_batch_size": 8, "zero_stage": 0}),
-        (2, {"packing_samples": True, "zero_stage": 3}),
-        (2, {"micro_train_batch_size": 1, "gradient_checkpointing": True}),
-    ],
-)
-def test_layout_does_not_change_the_training(bench: Bench, ranks: int, flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_layout_does_not_change_the_training(bench: Bench, name: str) -> None:
     """F06, F20: ranks, packing, micro-batches and ZeRO stage."""
-    name = f"layout{ranks}{len(flags)}{flags.get('zero_stage', '')}"
-    done = bench.run(name, ranks, eval_dataset=bench.eval_data, **flags)
-    assert done.returncode == 0, done.stderr
+    assert bench.done[name].code == 0, bench.done[name].err
     assert bench.losses(name) == pytest.approx(bench.losses("base"), rel=1e-5)
     assert bench.losses(name)[0] == pytest.approx(bench.losses("base")[0], rel=1e-6)
     expected = bench.metrics("base", "eval")[4]["eval gpt_loss"]
     assert bench.metrics(name, "eval")[4]["eval gpt_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("stop", [3, 4, 5])
+@pytest.mark.parametrize("stop", STOPS)
 def test_resume_equals_an_uninterrupted_run_bit_for_bit(bench: Bench, stop: int) -> None:
     """F16: before, at and after the end of an epoch."""
+    first, second = bench.done[f"stop{stop}"], bench.done[f"resume{stop}"]
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert f"step {stop + 1}/8" in second.out and f"step {stop}/8" not in second.out
     name = f"resume{stop}"
-    # killed after the checkpoint: the run writes its metrics and no model
-    first = bench.run(name, save_steps=stop, max_steps=stop, lr_scheduler="constant", lr_warmup_ratio=0.0)
-    assert first.returncode == 0, first.stderr
-    second = bench.run(name, load_checkpoint=True, lr_scheduler="constant", lr_warmup_ratio=0.0)
-    assert second.returncode == 0, second.stderr
-    assert f"step {stop + 1}/8" in second.stdout and f"step {stop}/8" not in second.stdout
-    if not (bench.folder / "constant").exists():
-        assert bench.run("constant", lr_scheduler="constant", lr_warmup_ratio=0.0).returncode == 0
     assert bench.losses(name) == bench.losses("constant")
     straight, resumed = bench.weights("constant"), bench.weights(name)
     assert all(torch.equal(straight[key], resumed[key]) for key in straight)
 
 
 def test_resume_of_a_finished_run_saves_again_and_ends(bench: Bench) -> None:
-    name = "finished"
-    assert bench.run(name, max_epochs=1, save_steps=4).returncode == 0
-    before = bench.weights(name)
-    done = bench.run(name, max_epochs=1, load_checkpoint=True)
-    assert done.returncode == 0 and "nothing is left to train" in done.stderr
-    assert all(torch.equal(before[key], value) for key, value in bench.weights(name).items())
+    done = bench.done["finished"]
+    assert done.code == 0 and "nothing is left to train" in done.err
+    again = load_file(bench.folder / "again" / "model.safetensors")
+    assert all(torch.equal(again[key], value) for key, value in bench.weights("finished").items())
+
+
+def test_resume_with_other_data_is_refused(bench: Bench) -> None:
+    done = bench.done["other data"]
+    assert done.code == 1 and "32 usable rows, and now there are 16" in done.err
+    assert not (bench.folder / "no").exists()
 
 
 def test_uneven_rows_do_not_hang(bench: Bench) -> None:
     """F48: 7 usable rows of unequal length, two ranks, batches by tokens: ranks have unequal numbers of rows."""
-    rows = [{"input": f"{i}=", "output": str(i) * (1 + i)} for i in range(7)] + [{"input": "x", "output": ""}]
-    started = time.monotonic()
-    done = bench.run(
-        "uneven",
-        2,
-        dataset=bench.write("uneven.jsonl", rows),
-        train_batch_size=2,
-        micro_train_batch_size=1,
-        packing_samples=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started < DEADLINE_S
+    done = bench.done["uneven"]
+    assert done.code == 0, done.err
     assert len(bench.losses("uneven")) == 7, "14 rows in two epochs, 2 a step"
-    assert "1 of 8 rows are left out: 1 x empty response" in done.stderr
+    assert "1 of 8 rows are left out: 1 x empty response" in done.err
 
 
-def test_deepspeed_launcher(bench: Bench) -> None:
-    """It appends --local_rank."""
-    done = bench.run("launcher", 1, "deepspeed", max_steps=1)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert bench.losses("launcher")[0] == pytest.approx(bench.losses("base")[0], rel=1e-6)
-
-
-def test_lora_writes_an_adapter(bench: Bench) -> None:
-    done = bench.run("lora", lora_rank=4, max_steps=2, zero_stage=3)
-    if "LoRA is not available" in done.stderr:
-        pytest.skip("the configuration does not allow LoRA yet")
-    assert done.returncode == 0, done.stderr
-    names = {p.name for p in (bench.folder / "lora" / "model").iterdir()}
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= names
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            {"input_key": "prompt", "output_key": "gt"},
-            "--input_key 'prompt', --output_key 'gt'; its columns are: input",
-        ),
-        ({"dataset": "missing.jsonl"}, "missing.jsonl"),
-        ({"pretrain": "./missing"}, "missing"),
-        ({"train_batch_size": 128}, "32 usable row(s) in 2 epoch(s) do not fill one batch of --train_batch_size 128"),
-        ({"dataset": "null.jsonl"}, "row 1: column 'input' is null"),
-        ({"lr_scheduler": "nonsense"}, "nonsense"),
-    ],
-)
-def test_mistakes_end_early_with_a_message_and_leave_nothing(bench: Bench, flags: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_early_with_a_message_and_leave_nothing(bench: Bench, number: int) -> None:
     """F46."""
-    bench.write("null.jsonl", [{"input": "a", "output": "b"}, {"input": None, "output": "b"}])
-    done = bench.run("mistake", **flags)
-    assert done.returncode in (1, 2), done.stderr
-    assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done, message = bench.done[f"mistake{number}"], MISTAKES[number][1]
+    assert done.code in (1, 2), done.err
+    assert message in done.err and "Traceback" not in done.err, done.err
     assert not (bench.folder / "mistake").exists()
 
 
-def test_resume_with_other_data_is_refused(bench: Bench) -> None:
-    rows = [{"input": f"{i}=", "output": str(i)} for i in range(16)]
-    done = bench.run(
-        "base", load_checkpoint=True, save_path=bench.folder / "no", dataset=bench.write("other.jsonl", rows)
-    )
-    assert done.returncode == 1 and "32 usable rows, and now there are 16" in done.stderr
-    assert not (bench.folder / "no").exists()
+def test_lora_writes_an_adapter(bench: Bench) -> None:
+    done = bench.done["lora"]
+    if "LoRA is not available" in done.err:
+        pytest.skip("the configuration does not allow LoRA yet")
+    assert done.code == 0, done.err
+    names = {p.name for p in (bench.folder / "lora" / "model").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names and "model.safetensors" not in names
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun", "deepspeed"])
+def test_launchers(bench: Bench, launcher: str) -> None:
+    """Plain Python, torchrun, and the deepspeed launcher, which appends --local_rank."""
+    port = ["--master_port", str(free_port("127.0.0.1"))]
+    words = {
+        "python": [sys.executable, "-m"],
+        "torchrun": [*torchrun(1), "-m"],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "1", *port, "--module"],
+    }[launcher]
+    done = bench.launch(launcher, *words, max_steps=1)
+    assert done.code == 0, done.out + done.err
+    assert bench.losses(launcher)[0] == pytest.approx(bench.losses("base")[0], rel=1e-6)
