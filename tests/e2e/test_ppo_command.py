@@ -154,6 +154,59 @@ def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: 
     assert_nothing_left(run.mark, before)
 
 
+AGENT_FILE = '''
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+
+class AgentInstance(AgentInstanceBase):
+    """Two turns: the environment answers the first with a sum, the second ends the episode."""
+
+    def __init__(self, *args, **kwargs):
+        self.turn = 0
+
+    async def reset(self, states: dict, **kwargs):
+        return {"observation": states["observation"]}
+
+    async def step(self, states: dict, **kwargs):
+        self.turn += 1
+        return {
+            "rewards": torch.tensor(float(states["action_text"].count("1")) / 10),
+            "environment_feedback": "+1=" if self.turn < 2 else "",
+            "done": self.turn == 2,
+            "extra_logs": {"turns": self.turn},
+        }
+
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+'''
+
+
+def test_a_multi_turn_agent_written_for_0_9_trains(model: str, tmp_path: Path) -> None:
+    """REINFORCE++ with an agent: two turns an episode, KL in the reward, one rank, one engine."""
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT_FILE)
+    flags = f"""--agent_func_path {agent} --advantage_estimator reinforce --init_kl_coef 0.01 --max_steps 2
+        --max_new_tokens 6 --n_samples_per_prompt 4""".split()
+    before = shared_memory()
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    run = Command(MODULE, ppo_arguments(model, prompts, tmp_path, *flags)).run()
+    assert run.code == 0, run.output
+    steps = read_metrics(tmp_path / "ckpt/run")
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/num_samples"] == 32
+        assert step["turns"] == 2
+        assert step["rollout/lost_samples"] == 0
+        # Prompt (4), two turns of 1 to 6 tokens, and between them the 3 tokens of the environment.
+        assert step["response_length"] == pytest.approx(step["total_length"] - 7)
+        assert 2 <= step["response_length"] <= 12
+        assert step["sync/logprob_diff_max"] <= 1e-5
+    assert_nothing_left(run.mark, before)
+
+
 def _until(process: subprocess.Popen[str], pattern: str, seconds: float) -> str:
     """Read a command's output until a line matches."""
     assert process.stdout is not None
