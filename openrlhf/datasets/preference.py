@@ -15,7 +15,7 @@ from openrlhf.config import DPOConfig, RMConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.sft import EMPTY_PROMPT, EMPTY_RESPONSE, TOO_LONG, SFTFormat, tokenize_sft_row
 from openrlhf.datasets.sources import DataError, require_columns
-from openrlhf.datasets.tokenized import tokenize_rows
+from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
 MARGIN = "margin"
 IDENTICAL = "chosen and rejected are the same"
@@ -28,6 +28,8 @@ _FEATURES = Features(
         "chosen_mask": SequenceFeature(Value("bool")),
         "rejected_ids": SequenceFeature(Value("int32")),
         "rejected_mask": SequenceFeature(Value("bool")),
+        "chosen_length": Value("int64"),
+        "rejected_length": Value("int64"),
         "margin": Value("float64"),
         "dropped": Value("string"),
     }
@@ -90,9 +92,9 @@ class PreferenceDataset:
         self._table = table
         columns = ["chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"]
         self._rows = table.with_format("numpy", columns=columns)
-        halves = zip(table["chosen_mask"], table["rejected_mask"], strict=True)
-        self.lengths = np.array([len(mask) for pair in halves for mask in pair], dtype=np.int64)
-        self.margins = np.array(table["margin"], dtype=np.float64)
+        halves = [number_column(table, f"{half}_length") for half in ("chosen", "rejected")]
+        self.lengths = np.stack(halves, axis=1).flatten()
+        self.margins = number_column(table, "margin")
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -130,7 +132,7 @@ def build_preference_dataset(
     check_preference_columns(rows, style, source)
     table, dropped = tokenize_rows(
         rows,
-        lambda row, index: asdict(tokenize_pair(row, index, style, tokenizer, source)),
+        lambda row, index: _columns(tokenize_pair(row, index, style, tokenizer, source)),
         _FEATURES,
         style=style,
         tokenizer=tokenizer,
@@ -138,6 +140,10 @@ def build_preference_dataset(
         source=source,
     )
     return PreferenceDataset(table, dropped)
+
+
+def _columns(pair: TokenizedPair) -> dict[str, Any]:
+    return {**asdict(pair), "chosen_length": len(pair.chosen_ids), "rejected_length": len(pair.rejected_ids)}
 
 
 def check_preference_columns(rows: Dataset, style: PreferenceFormat, source: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset, Features
 from transformers import PreTrainedTokenizerBase
 
@@ -53,15 +54,21 @@ def tokenize_rows(
         keep_in_memory=len(rows) <= _IN_MEMORY_ROWS,
         new_fingerprint=_fingerprint(rows, style, tokenizer),
     )
-    reasons = list(table[DROPPED])
-    dropped = dict(Counter(reason for reason in reasons if reason))
+    reasons = table.data.column(DROPPED)
+    counted = {entry["values"]: entry["counts"] for entry in pc.value_counts(reasons).to_pylist()}
+    dropped = {reason: count for reason, count in counted.items() if reason}
     told = ", ".join(f"{count} x {reason}" for reason, count in sorted(dropped.items()))
     if len(rows) == sum(dropped.values()):
         raise DataError(f"{source}: none of the {len(rows)} rows can be trained on: {told}")
     if dropped:
         logger.warning("%s: %d of %d rows are left out: %s", source, sum(dropped.values()), len(rows), told)
-        table = table.select([i for i, reason in enumerate(reasons) if not reason])
+        table = table.select(np.flatnonzero(pc.equal(reasons, "").to_numpy()))
     return table, dropped
+
+
+def number_column(table: Dataset, name: str) -> np.ndarray:
+    """A column of numbers as an array, without the other columns."""
+    return table.select_columns([name]).with_format("arrow")[:].column(name).to_numpy()
 
 
 def _fingerprint(rows: Dataset, style: Any, tokenizer: PreTrainedTokenizerBase) -> str:

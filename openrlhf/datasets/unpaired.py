@@ -14,12 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import KTOConfig
 from openrlhf.datasets.sft import SFTFormat, tokenize_sft_row
 from openrlhf.datasets.sources import DataError, require_columns
-from openrlhf.datasets.tokenized import tokenize_rows
+from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
 _FEATURES = Features(
     {
         "token_ids": SequenceFeature(Value("int32")),
         "loss_mask": SequenceFeature(Value("bool")),
+        "length": Value("int64"),
+        "answer_length": Value("int64"),
         "label": Value("bool"),
         "dropped": Value("string"),
     }
@@ -55,10 +57,9 @@ class UnpairedDataset:
     def __init__(self, table: Dataset, dropped: dict[str, int]) -> None:
         self.dropped = dropped
         self._rows = table.with_format("numpy", columns=["token_ids", "loss_mask"])
-        masks = table["loss_mask"]
-        self.lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
-        self.answer_lengths = np.array([sum(mask) for mask in masks], dtype=np.int64)
-        self.labels = np.array(table["label"], dtype=bool)
+        self.lengths = number_column(table, "length")
+        self.answer_lengths = number_column(table, "answer_length")
+        self.labels = number_column(table, "label")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -90,6 +91,8 @@ def build_unpaired_dataset(
         return {
             "token_ids": done.token_ids,
             "loss_mask": done.loss_mask,
+            "length": len(done.token_ids),
+            "answer_length": sum(done.loss_mask),
             "label": label,
             "dropped": done.dropped,
         }

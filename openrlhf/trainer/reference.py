@@ -67,12 +67,21 @@ def reference_logprobs(
     bad = [name for name, values in result.items() if not bool(torch.isfinite(values).all())]
     if bad:
         raise FloatingPointError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
+    _free(engine)
     del policy, engine
     gc.collect()
     platform.empty_cache()
     if world.is_first and cfg.save_steps > 0:
         _write(file, key, result)
     return result
+
+
+def _free(engine: TrainEngine) -> None:
+    """Let go of the weights themselves: under ZeRO-3, DeepSpeed keeps references to the model."""
+    for parameter in engine.module.parameters():
+        if hasattr(parameter, "ds_tensor"):
+            parameter.ds_tensor.data = torch.empty(0)
+        parameter.data = torch.empty(0)
 
 
 def _key(cfg: DPOConfig | KTOConfig, path: str, wanted: Sequence[Wanted]) -> str:

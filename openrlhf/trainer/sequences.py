@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,8 +14,13 @@ from torch import Tensor
 
 from openrlhf.algorithms.packed import masked_sequence_sum
 from openrlhf.batching import MicroBatch, pack, plan_micro_batches
+from openrlhf.utils.logging import get_logger
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
+
+logger = get_logger(__name__)
+
+_TELL_AFTER_S = 60.0
 
 BLOCK = 1024
 """Groups planned at a time outside of training; a plan over a whole data set would take long to make."""
@@ -79,11 +85,15 @@ def all_answer_logprobs(
 ) -> Tensor:
     """float64 ``[len(indices)]`` on the CPU: :func:`answer_logprobs` of some sequences, the same on all ranks.
 
-    Without gradients; the engine holds a policy. All ranks call it.
+    Without gradients; the engine holds a policy. All ranks call it. When it takes long, it logs how far it is.
     """
     sums = torch.zeros(len(indices), dtype=torch.float64)
+    told = time.monotonic()
     with torch.no_grad():
         for start in range(0, len(indices), BLOCK):
+            if time.monotonic() - told > _TELL_AFTER_S:
+                told = time.monotonic()
+                logger.info("log-probs: %d of %d sequences", start, len(indices))
             groups = [(int(index),) for index in indices[start : start + BLOCK]]
             for members, batch in micro_batches(sequences, groups, engine, world, limits):
                 values = answer_logprobs(batch, engine(batch).logprobs)

@@ -21,7 +21,7 @@ from transformers import set_seed
 
 from openrlhf import platform
 from openrlhf.config import parse_cli
-from openrlhf.trainer import dpo, kto, reward_model
+from openrlhf.trainer import dpo, kto, reward_model, supervised
 from openrlhf.utils.tiny_model import make_tiny_model
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 
@@ -115,6 +115,8 @@ class Cases:
         if world.is_first and not (folder / "model").exists():
             make_tiny_model(folder / "model", "qwen3", tie=True)
             make_tiny_model(folder / "other", "qwen3", seed=1)
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            make_tiny_model(folder / "experts", "qwen3_moe", **experts)
             write(folder / "pairs.jsonl", pairs(24, 1))
             write(folder / "eval_pairs.jsonl", pairs(21, 2))
             write(folder / "five_pairs.jsonl", pairs(5, 3))
@@ -166,6 +168,10 @@ def one_rank(cases: Cases) -> None:
             cases.run(command, name, **flags)
         cases.run(command, "resume", max_steps=2, save_steps=2)
         cases.run(command, "resume", load_checkpoint=True, eval_steps=1)
+    for coefficient in (0.0, 0.5):
+        for command in TRAIN:
+            flags = {"pretrain": "experts", "aux_loss_coef": coefficient, "max_steps": 1}
+            cases.run(command, f"experts{coefficient}", **flags)
     cases.run("train_dpo", "again", save_steps=2)
     cases.run("train_dpo", "again", load_checkpoint=True)
 
@@ -197,15 +203,15 @@ def documented() -> list[tuple[str, list[str]]]:
 
 def commands_of_the_docs(cases: Cases) -> None:
     """As a user runs them, in a folder that has what they name."""
-    os.chdir(cases.folder)
+    (cases.folder / "docs").mkdir()
+    os.chdir(cases.folder / "docs")
+    supervised.shutdown = lambda: None  # DeepSpeed can't join a second group in the same process
     make_tiny_model("sft")
     write(Path("pairs.jsonl"), pairs(64, 6))
     rows = [{"prompt": r["input"], "answer": r["output"], "good": bool(r["label"])} for r in labelled(64, 7)]
     write(Path("labelled.jsonl"), rows)
     wrong = {"train_rm": "--chosen_key", "train_dpo": "--prompt_key", "train_kto": "--label_key"}
     for command, words in documented():
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name, None)
         main_of = importlib.import_module(f"openrlhf.cli.{command}").main
         cases.results[f"docs/{command}"] = [main_of(words), main_of([*words, wrong[command], "missing"])]
 
@@ -219,11 +225,11 @@ def main() -> None:
     cases = Cases(init_distributed(timeout_s=120), folder)
     (one_rank if ranks == 1 else two_ranks)(cases)
     layouts_of_an_evaluation(cases)
-    shutdown()
     if ranks == 1:
         commands_of_the_docs(cases)
     if rank == 0:
         (folder / f"results_{ranks}.json").write_text(json.dumps(cases.results))
+    shutdown()
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class TestRuns:
         sigmoid.mean().backward()
         norm = torch.stack([p.grad.norm() for p in policy.model.parameters() if p.grad is not None]).norm()
         first = preference_runs.lines("train_dpo/base")[0]
-        assert first["loss"] == pytest.approx(float(sigmoid.mean()), abs=1e-6)
+        assert first["loss"] == pytest.approx(sigmoid.mean().item(), abs=1e-6)
         assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         assert first["acc"] == float((h > 0).double().mean())
         assert first["chosen_reward"] == pytest.approx(0.1 * float(chosen.mean()), abs=1e-6)

@@ -174,6 +174,16 @@ def test_default_evaluation_is_at_least_one_training_pair(preference_runs: Any) 
     assert line["reward_std"] == pytest.approx(float(scores.std()), abs=1e-5)
 
 
+@pytest.mark.parametrize("command", ["train_rm", "train_dpo", "train_kto"])
+def test_router_loss(preference_runs: Any, command: str) -> None:
+    """It is told and is in the gradient; with two of four experts at work it is 2 when they are used alike."""
+    without, with_loss = (preference_runs.lines(f"{command}/experts{c}")[0] for c in (0.0, 0.5))
+    assert "aux_loss" not in without and 1.9 < with_loss["aux_loss"] < 4
+    name = "kto_loss" if command == "train_kto" else "loss"
+    assert with_loss[name] == pytest.approx(without[name], abs=1e-6)
+    assert abs(with_loss["grad_norm"] - without["grad_norm"]) > 1e-5
+
+
 def test_running_means_cover_the_steps_since_the_last_log(preference_runs: Any) -> None:
     losses = preference_runs.values("train_rm/every2", "loss")
     means = preference_runs.values("train_rm/every2", "loss_mean")
