@@ -221,7 +221,8 @@ class HTTPReward:
 
     def _rest(self, server: _Server) -> None:
         """Keeps a failing server out of the choice, for longer with each failure in a row."""
-        wait = min(self.options.first_wait * 2.0**server.failures_in_a_row, self.options.max_wait)
+        doublings = min(server.failures_in_a_row, 64)  # requests fail by the hundred when a server dies
+        wait = min(self.options.first_wait * 2.0**doublings, self.options.max_wait)
         server.failures_in_a_row += 1
         server.resting_until = time.monotonic() + wait
 

@@ -328,3 +328,17 @@ def test_default_waits_outlast_a_minute_of_downtime() -> None:
     options = HTTPOptions()
     waits = [min(options.first_wait * 2**i, options.max_wait) for i in range(options.max_tries - 1)]
     assert sum(waits) > 60
+
+
+def test_a_thousand_failures_in_a_row() -> None:
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        servers[0].answer = lambda body: web.Response(status=500)
+        with pytest.raises(RewardError, match="after 4 tries"):
+            await asyncio.gather(*(reward.score(requests(1)) for _ in range(300)))
+        reward._servers[0].failures_in_a_row = 5000
+        with pytest.raises(RewardError, match="after 4 tries"):
+            await reward.score(requests(1))
+        servers[0].answer = label_server
+        assert [r.reward for r in await reward.score(requests(2))] == [0.0, 1.0]
+
+    with_servers([label_server], use)
