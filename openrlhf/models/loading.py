@@ -432,6 +432,7 @@ def write_hf_folder(
     with temporary_folder(folder) as scratch:
         if is_peft(model):
             model.save_pretrained(scratch, state_dict=state, safe_serialization=True)  # type: ignore[operator]
+            (scratch / "README.md").unlink(missing_ok=True)  # peft's empty model card
         else:
             if prefix != _HEAD:
                 state = {_rename_head(name, prefix): tensor for name, tensor in state.items()}

@@ -3,7 +3,7 @@
 Layout below a root::
 
     latest                  tag of the newest complete checkpoint
-    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json
+    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json, metric.json
     .<tag>.writing/         a checkpoint that is being written (or was, when the process was killed)
 """
 
@@ -24,6 +24,7 @@ from openrlhf.utils.files import folder_bytes, write_atomic
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 META = "meta.json"
+METRIC = "metric.json"
 BEST_PREFIX = "best_"
 
 
@@ -36,10 +37,17 @@ def writing_tag(tag: str) -> str:
     return f".{tag}.writing"
 
 
-def finish_checkpoint(root: str | Path, tag: str, meta: dict[str, Any]) -> None:
-    """Turn the folder being written into checkpoint ``tag`` and point ``latest`` at it (one process calls this)."""
+def finish_checkpoint(
+    root: str | Path, tag: str, meta: dict[str, Any], metric: tuple[str | None, float | None] = (None, None)
+) -> None:
+    """Turn the folder being written into checkpoint ``tag`` and point ``latest`` at it (one process calls this).
+
+    Args:
+        metric: name and value of the evaluation metric a best checkpoint was chosen by.
+    """
     root = Path(root)
     scratch, final = root / writing_tag(tag), root / tag
+    write_atomic(scratch / METRIC, json.dumps({"metric_key": metric[0], "metric_value": metric[1]}))
     write_atomic(scratch / META, json.dumps(meta, indent=1, sort_keys=True))
     if final.exists():  # the same step saved again, for example after a resume from before it
         old = root / f".{tag}.old"

@@ -400,7 +400,10 @@ class TrainEngine:
         problem = ""
         if first:
             try:
-                files.finish_checkpoint(root, tag, self._meta())
+                best = tag.startswith(files.BEST_PREFIX)
+                key, value = "best_eval_metric_key", "best_eval_metric_value"
+                metric = (client_state.get(key), client_state.get(value)) if best else (None, None)
+                files.finish_checkpoint(root, tag, self._meta(), metric)
                 if max_num is not None:
                     files.rotate_checkpoints(root, max_num, max_mem_gib)
             except OSError as error:

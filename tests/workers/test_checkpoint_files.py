@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_best_checkpoints_are_apart_and_replace_each_other(tmp_path: Path) -> No
     assert files.rotate_checkpoints(tmp_path, 2, float("inf")) == ["global_step2"]
     write(tmp_path, "best_global_step5")
     assert files.checkpoint_tags(tmp_path) == ["global_step3", "global_step4", "best_global_step5"]
+
+
+def test_metric_of_a_best_checkpoint_is_recorded(tmp_path: Path) -> None:
+    (tmp_path / files.writing_tag("best_global_step1")).mkdir()
+    files.finish_checkpoint(tmp_path, "best_global_step1", {}, ("eval_default_pass1", 0.5))
+    recorded = json.loads((tmp_path / "best_global_step1" / "metric.json").read_text())
+    assert recorded == {"metric_key": "eval_default_pass1", "metric_value": 0.5}
+    write(tmp_path, "global_step2")
+    assert json.loads((tmp_path / "global_step2" / "metric.json").read_text())["metric_key"] is None
 
 
 def test_missing_and_damaged_checkpoints_are_explained(tmp_path: Path) -> None:
