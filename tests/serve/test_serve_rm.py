@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import pytest
 import torch
 from serve_helpers import make_reward_model, reference_score, running
 
+from openrlhf.rollout.rewards import HTTPOptions, HTTPReward, RewardRequest
+from openrlhf.rollout.rewards.http import TOKEN_VARIABLE
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.scoring import RewardScorer
 
@@ -100,7 +103,7 @@ def test_many_clients_get_the_scores_of_single_requests(model: str, packing: lis
         assert server.stop() == 0
 
 
-def test_limits_token_and_restart(model: str) -> None:
+def test_limits_and_token(model: str) -> None:
     flags = ["--queue_size", "4", "--max_body_mib", "1", "--max_len", "8", "--normalize_reward"]
     with running(model, *flags, token="open sesame") as server:
         token = {"Authorization": "Bearer open sesame"}
@@ -113,10 +116,33 @@ def test_limits_token_and_restart(model: str) -> None:
         assert server.post(b" " * (3 << 20), token)[0] == 413
         status, reply = server.post({"query": [1]}, token)
         assert status == 422 and "query[0] is a JSON number" in reply["error"]
-        server.stop(signal.SIGKILL)
+
+
+def test_the_reward_client_survives_a_restart(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "open sesame")
+    batch = [RewardRequest(text, text[:3], "label") for text in TEXTS]
+    scorer = load(model)
+    expected = [scorer.score([scorer.encode(text).token_ids])[0] for text in TEXTS]
+
+    async def score(url: str) -> list[float]:
+        # Tries for some minutes: a busy machine takes its time to start a server.
+        client = HTTPReward([url], HTTPOptions(batch_size=1, max_tries=60, first_wait=0.5, max_wait=3.0))
+        try:
+            return [result.reward for result in await client.score(batch)]
+        finally:
+            await client.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        with running(model, "--batch_size", "1", token="open sesame") as server:
+            url, port = f"{server.url}/get_reward", server.port
+            scores = thread.submit(asyncio.run, score(url))
+            while b'{status="200"}' not in server.get("/metrics")[1]:
+                time.sleep(0.002)
+            server.stop(signal.SIGKILL)
+            assert not scores.done()
         # The same port again at once, though connections of the dead server linger.
-        with running(model, port=server.port) as again:
-            assert again.post({"query": ["1+1=2"]})[0] == 200
+        with running(model, port=port, token="open sesame"):
+            assert scores.result(timeout=200) == pytest.approx(expected, abs=CLOSE)
 
 
 def test_requests_in_flight_finish_after_sigterm(model: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoint_cases import CASES
 from safetensors.torch import load_file
-from tool_helpers import contents
+from tool_helpers import commands, contents, page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.cli.convert import main
@@ -87,6 +87,17 @@ def test_universal_checkpoints_resume_on_another_number_of_ranks(folder: Path, c
     resumed = run_ranks(1, "resume", folder, *names)
     for name in names:
         assert resumed[name] == pytest.approx(losses[name], rel=2e-6), name
+
+
+def test_the_documented_commands_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder / "zero2" / "global_step3", tmp_path / "ckpt" / "checkpoints_sft" / "global_step3")
+    (tmp_path / "ckpt" / "checkpoints_sft" / "latest").write_text("global_step3")
+    shutil.copytree(folder / "tied", tmp_path / "base")
+    lines = [words[1:] for words in commands(page("tools.md")) if words[0] == "convert"]
+    assert [main(words) for words in lines] == [0, 0]
+    assert (tmp_path / "hf" / "model.safetensors").is_file()
+    assert (tmp_path / "ckpt" / "checkpoints_sft" / "global_step3_uni").is_dir()
 
 
 class TestRefused:

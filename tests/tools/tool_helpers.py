@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -50,3 +52,15 @@ def logits(model: nn.Module) -> torch.Tensor:
 def contents(folder: Path) -> dict[str, bytes]:
     """All files of a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def page(name: str) -> str:
+    """A page of docs/."""
+    return (Path(__file__).resolve().parents[2] / "docs" / name).read_text(encoding="utf-8")
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words after ``openrlhf`` of each command line that a page shows."""
+    blocks = re.findall(r"^```\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("openrlhf ")]
