@@ -40,6 +40,7 @@ class SlurmMachine:
         return {**os.environ, "SLURM_CONF": str(self.conf)}
 
     def __enter__(self) -> SlurmMachine:
+        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._start_munge()
             self._write_conf()

@@ -1,0 +1,64 @@
+"""The scripts of examples/scripts: every form is valid, and the SFT one trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "scripts"
+TRAINING = sorted(path.name for path in SCRIPTS.glob("train_*.sh") if path.name != "train_ppo_ray_job.sh")
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tiny model and its data for all scripts."""
+    return tmp_path_factory.mktemp("small")
+
+
+def run_script(name: str, *arguments: str, timeout: float = 300, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(SCRIPTS / name), *arguments],
+        env={**os.environ, "RAY_ADDRESS": "local", **settings},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize("small", ["0", "1"])
+@pytest.mark.parametrize("name", TRAINING)
+def test_both_forms_pass_validation(name: str, small: str, small_folder: Path) -> None:
+    done = run_script(name, SMALL=small, EXPLAIN="1", OUT=str(small_folder))
+    assert done.returncode == 0, done.stderr
+    ranks = "data-parallel ranks: 1\n" if small == "1" or name == "train_sft.sh" else "data-parallel ranks: "
+    assert ranks in done.stdout
+
+
+def test_arguments_of_a_script_win_over_its_own(tmp_path: Path) -> None:
+    done = run_script("train_reinforce_baseline.sh", "--seed", "7", EXPLAIN="1", OUT=str(tmp_path))
+    line = next(line for line in done.stdout.splitlines() if line.strip().startswith("seed "))
+    assert line.split()[1] == "7"
+
+
+def test_a_wrong_flag_is_reported_by_the_script(tmp_path: Path) -> None:
+    done = run_script("train_reinforce_baseline.sh", "--n_samples_per_prompt", "1", EXPLAIN="1", OUT=str(tmp_path))
+    assert done.returncode == 2
+    assert "n_samples_per_prompt" in done.stderr
+
+
+def test_slurm_and_job_scripts_are_valid_bash() -> None:
+    for name in ("train_ppo_ray_slurm.sbatch", "train_ppo_ray_job.sh", "common.sh"):
+        done = subprocess.run(["bash", "-n", str(SCRIPTS / name)], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.e2e
+def test_the_sft_script_trains(tmp_path: Path) -> None:
+    done = run_script("train_sft.sh", "--max_samples", "64", SMALL="1", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft").num_parameters() > 0
