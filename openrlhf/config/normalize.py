@@ -9,7 +9,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.config.commands import CommandConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
+from openrlhf.config.commands import (
+    BatchInferenceConfig,
+    CommandConfig,
+    DPOConfig,
+    PPOConfig,
+    ServeRMConfig,
+    TrainerOptions,
+)
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
@@ -78,8 +85,9 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
     if isinstance(cfg, TrainerOptions):
         changer.fill("wandb_run_name", f"{_RUN_NAMES[command]}_{time.strftime('%m%dT%H:%M')}", "")
         changer.fill("run_dir", os.path.join(cfg.ckpt_path, "run"), "in ckpt_path")
-    if isinstance(cfg, DataOptions):
+    if isinstance(cfg, (DataOptions, BatchInferenceConfig)):
         _fix_template(changer)
+    if isinstance(cfg, DataOptions):
         _eval_split_of_files(changer)
     if isinstance(cfg, DPOConfig) and not cfg.ref_pretrain:
         changer.set("ref_pretrain", cfg.pretrain, "as --pretrain")

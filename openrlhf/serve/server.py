@@ -84,16 +84,14 @@ def _serve_here(cfg: ServeRMConfig, sock: socket.socket, index: int, on_ready: A
         ToolError: the address was taken meanwhile.
     """
     from openrlhf.serve.app import AppSettings, create_app
-    from openrlhf.tools.loading import LoadSettings
+    from openrlhf.tools.loading import LoadSettings, use_modelscope
     from openrlhf.tools.scoring import RewardScorer
 
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, platform.available_cores() // cfg.workers)
     platform.prepare_process(threads)
     assert cfg.reward_pretrain is not None
     if cfg.use_ms:
-        from modelscope.utils.hf_util.patcher import patch_hub
-
-        patch_hub()
+        use_modelscope()
     settings = LoadSettings(
         param_dtype=cfg.param_dtype,
         attn_implementation=cfg.attn_implementation,

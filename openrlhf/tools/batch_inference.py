@@ -22,7 +22,7 @@ from openrlhf.engines.spec import ENGINE_DTYPES
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import LoadSettings
+from openrlhf.tools.loading import LoadSettings, use_modelscope
 from openrlhf.tools.post_process import Row, post_process
 from openrlhf.tools.scoring import RewardScorer
 from openrlhf.utils.logging import get_logger
@@ -40,6 +40,8 @@ def run(cfg: BatchInferenceConfig) -> str:
         ToolError: nothing was to be done, or the engine can't serve the model.
         DataError, ModelLoadError: data or model can't be used.
     """
+    if cfg.use_ms:
+        use_modelscope()
     if cfg.eval_task == "generate_vllm":
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ToolError("generate_vllm is one process; start it with python, and say with --tp_size how many GPUs")

@@ -46,6 +46,13 @@ def load_for_inference(path: str, settings: LoadSettings, *, is_rm: bool, head_p
     return load_causal_lm(path, settings, trainable=False)
 
 
+def use_modelscope() -> None:
+    """Make transformers download what is not local from ModelScope (``--use_ms``)."""
+    from modelscope.utils.hf_util import patch_hub
+
+    patch_hub()
+
+
 def read_config(path: str) -> dict[str, Any]:
     """The config.json of a local model folder; empty for a hub id."""
     file = Path(path).expanduser() / "config.json"

@@ -204,7 +204,7 @@ class TestAlgorithm:
 
 class TestOthers:
     def test_templates(self) -> None:
-        for command in (PPO, "train_sft", "train_rm"):
+        for command in (PPO, "train_sft", "train_rm", "batch_inference"):
             value, _, notes = changed("input_template", "--input_template", "no place", command=command)
             assert value is None and "no {}" in notes
             value, _, notes = changed("input_template", "--input_template", "Q: {}\\n", command=command)
