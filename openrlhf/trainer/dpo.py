@@ -19,7 +19,7 @@ from openrlhf.datasets.sources import load_rows
 from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient, row_limits
-from openrlhf.trainer.reference import Wanted, reference_logprobs
+from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
 from openrlhf.trainer.sequences import answer_logprobs
 from openrlhf.trainer.supervised import optimizer_specs, run_command, total_steps
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -50,7 +50,8 @@ class DPOTrainer(PreferenceTrainer):
         """Preference loss, plus the weighted NLL of the chosen answer, of each pair."""
         cfg = self.cfg
         logprobs = answer_logprobs(batch, outputs.logprobs)
-        reference = (self.eval_reference if self.evaluating else self.reference)[rows].to(logprobs.device)
+        reference = (self.eval_reference if self.evaluating else self.reference)[rows]
+        reference = require_scored(reference, len(rows)).to(logprobs.device)
         chosen, rejected = logprobs[0::2], logprobs[1::2]
         result = dpo_loss(
             chosen,

@@ -20,7 +20,7 @@ from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
 from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient, row_limits
-from openrlhf.trainer.reference import Wanted, reference_logprobs
+from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
 from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs
 from openrlhf.trainer.supervised import optimizer_specs, run_command, total_steps
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -118,8 +118,9 @@ class KTOTrainer(PreferenceTrainer):
         return outputs.logprobs
 
     def _reference_point(self, mismatched: MismatchedAnswers, places: range, reference: Tensor) -> float:
+        expected = require_scored(reference[places.start : places.stop], len(places))
         logprobs = all_answer_logprobs(self.engine, self.world, mismatched, places, self.limits)
-        return kto_reference_point(logprobs, reference[places.start : places.stop])
+        return kto_reference_point(logprobs, expected)
 
     def train_step(self, rows: list[int]) -> MetricSum:
         """One optimizer step."""

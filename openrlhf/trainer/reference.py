@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openrlhf import platform
 from openrlhf.config import DPOConfig, KTOConfig
+from openrlhf.datasets.sources import DataError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
@@ -74,6 +75,20 @@ def reference_logprobs(
     if world.is_first and cfg.save_steps > 0:
         _write(file, key, result)
     return result
+
+
+def require_scored(logprobs: Tensor, expected: int) -> Tensor:
+    """The log-probs, if they are those of ``expected`` rows that the run was planned to reach.
+
+    Raises:
+        DataError: a resumed run goes through the data with batches of another size than it began with.
+    """
+    if len(logprobs) != expected or bool(torch.isnan(logprobs).any()):
+        raise DataError(
+            "this run comes to rows that it was not planned to reach, so they have no reference log-probs; resume it "
+            "with the --train_batch_size that it was started with"
+        )
+    return logprobs
 
 
 def _free(engine: TrainEngine) -> None:

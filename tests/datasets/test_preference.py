@@ -203,8 +203,8 @@ class TestMargin:
     ROW = {"p": "a", "chosen": "b", "rejected": "c"}
 
     def test_is_read_when_asked_for(self) -> None:
-        rows = [{**self.ROW, "margin": 0.5}, {**self.ROW, "margin": None}]
-        assert build(rows, RMConfig, prompt_key="p", margin_loss=True).margins.tolist() == [0.5, 0.0]
+        rows = [{**self.ROW, "margin": 0.1}, {**self.ROW, "margin": None}]
+        assert build(rows, RMConfig, prompt_key="p", margin_loss=True).margins.tolist() == [0.1, 0.0]
         assert build(rows, RMConfig, prompt_key="p").margins.tolist() == [0.0, 0.0]
 
     def test_missing_column(self) -> None:

@@ -120,6 +120,8 @@ class Cases:
             write(folder / "pairs.jsonl", pairs(24, 1))
             write(folder / "eval_pairs.jsonl", pairs(21, 2))
             write(folder / "five_pairs.jsonl", pairs(5, 3))
+            write(folder / "one_pair.jsonl", pairs(1, 3))
+            write(folder / "one_labelled.jsonl", labelled(1, 3))
             write(folder / "labelled.jsonl", labelled(24, 4))
             write(folder / "eval_labelled.jsonl", labelled(9, 5))
         dist.barrier()
@@ -184,10 +186,13 @@ def two_ranks(cases: Cases) -> None:
 
 
 def layouts_of_an_evaluation(cases: Cases) -> None:
-    """F20: five pairs, two a micro-batch."""
+    """F20: five pairs, two a micro-batch; F48: a single row."""
     for command in ("train_rm", "train_dpo"):
         flags = {"eval_dataset": "five_pairs.jsonl", "learning_rate": 1e-9, "max_steps": 1}
         cases.run(command, f"five{cases.world.size}", **flags)
+    for command in TRAIN:  # one rank of two has nothing to evaluate
+        source = "one_labelled.jsonl" if command == "train_kto" else "one_pair.jsonl"
+        cases.run(command, f"one{cases.world.size}", eval_dataset=source, max_steps=1, zero_stage=3)
 
 
 def documented() -> list[tuple[str, list[str]]]:

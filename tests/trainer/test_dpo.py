@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from openrlhf.algorithms.losses import dpo_loss
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.batching import pack
+from openrlhf.datasets.sources import DataError
 from openrlhf.trainer.dpo import DPOTrainer
+from openrlhf.trainer.reference import require_scored
 from openrlhf.trainer.sequences import answer_logprobs
 
 LAYOUTS = ["packed", "zero3", "zero0", "offload", "ranks2", "ranks2_packed_zero3", "ranks2_micro1"]
@@ -32,6 +34,13 @@ class TestWithoutEngine:
         same = torch.tensor([-3.0])
         result = dpo_loss(same, same, same, same, beta=0.1)
         assert float(result.per_pair) == pytest.approx(math.log(2), abs=1e-7)
+
+    def test_rows_that_were_not_scored_are_an_error(self) -> None:
+        with pytest.raises(DataError, match="--train_batch_size"):
+            require_scored(torch.tensor([[1.0, 2.0], [math.nan, math.nan]]), 2)
+        with pytest.raises(DataError, match="--train_batch_size"):
+            require_scored(torch.tensor([1.0, 2.0]), 3)
+        assert require_scored(torch.tensor([1.0, 2.0]), 2).tolist() == [1.0, 2.0]
 
     def test_nll_is_a_mean_over_tokens_then_pairs(self) -> None:
         """Answers of 2 and 4 tokens at -1 and -3 a token: (1 + 3) / 2, not the mean over all tokens."""

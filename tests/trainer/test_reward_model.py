@@ -175,6 +175,14 @@ def test_default_evaluation_is_at_least_one_training_pair(preference_runs: Any) 
 
 
 @pytest.mark.parametrize("command", ["train_rm", "train_dpo", "train_kto"])
+def test_a_rank_without_rows(preference_runs: Any, command: str) -> None:
+    """F48: of the one row to evaluate, one of two ranks has nothing."""
+    alone, spread = (preference_runs.lines(f"{command}/one{ranks}", "eval")[0] for ranks in (1, 2))
+    names = set(alone) - {"kind", "time"}
+    assert {name: spread[name] for name in names} == pytest.approx({name: alone[name] for name in names}, abs=1e-5)
+
+
+@pytest.mark.parametrize("command", ["train_rm", "train_dpo", "train_kto"])
 def test_router_loss(preference_runs: Any, command: str) -> None:
     """It is told and is in the gradient; with two of four experts at work it is 2 when they are used alike."""
     without, with_loss = (preference_runs.lines(f"{command}/experts{c}")[0] for c in (0.0, 0.5))
