@@ -95,7 +95,9 @@ def run_stage(command: list[str], seconds: int) -> None:
     """Print a command and run it; ends the demo if it fails or is not done in time."""
     print("$ " + shlex.join(["python", *command[1:]]), flush=True)
     # One thread a process: the model is too small to gain from more, and loses a lot where cores are busy.
-    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", **os.environ}
+    defaults = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    # Never a Ray cluster that happens to run on this machine.
+    environment = {**defaults, **os.environ, "RAY_ADDRESS": "local"}
     process = subprocess.Popen(command, env=environment)
     try:
         status = process.wait(seconds)

@@ -23,7 +23,8 @@ if [ "${SMALL:-0}" = 1 ]; then
   MODEL=$OUT/model DATASET=$OUT/data/sft.jsonl PROMPTS=$OUT/data/rl.jsonl EVAL_PROMPTS=$OUT/data/held_out.jsonl
   REWARD=${REWARD:-examples/demo/reward_func.py}
   INPUT_KEY=input LABEL_KEY=answer OUTPUT_KEY=output
-  export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  # Without a cluster named, one of its own rather than any that happens to run on this machine.
+  export HF_HUB_OFFLINE=1 RAY_ADDRESS=${RAY_ADDRESS:-local} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   "$PYTHON" examples/scripts/make_small.py "$OUT"
   SMALL_SFT=(--param_dtype fp32 --zero_stage 1 --train_batch_size 16 --micro_train_batch_size 8 --max_len 16
     --learning_rate 1e-3 --max_samples 256 --input_template '{}')

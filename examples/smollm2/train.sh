@@ -5,7 +5,7 @@
 set -euo pipefail
 OUT=${OUT:-runs/smollm2}
 source "$(dirname "$0")/../scripts/common.sh"
-export HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1 RAY_ADDRESS=${RAY_ADDRESS:-local}
 
 if [ "${EXPLAIN:-0}" != 1 ]; then
   [ -e "$OUT/model/config.json" ] || "$PYTHON" examples/smollm2/convert.py "$OUT/model"

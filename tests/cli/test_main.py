@@ -1,0 +1,38 @@
+"""The console script."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrlhf.cli.main import command_names, main
+from openrlhf.config import COMMANDS
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in command_names():
+        assert f"  {name} " in shown
+        assert COMMANDS[name].summary in shown
+
+
+def test_no_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "usage: openrlhf COMMAND" in capsys.readouterr().err
+
+
+def test_a_wrong_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train_sftt"]) == 2
+    assert "did you mean train_sft?" in capsys.readouterr().err
+
+
+def test_flags_reach_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["train_sft", "--help"])
+    assert stop.value.code == 0
+    assert "usage: openrlhf train_sft" in capsys.readouterr().out
+
+
+def test_config_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--help"]) == 0
+    assert "config explain" in capsys.readouterr().out
