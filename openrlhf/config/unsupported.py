@@ -28,7 +28,6 @@ NOT_YET: dict[str, NotYet] = {
     "load_in_4bit": NotYet(
         lambda cfg: cfg.load_in_4bit, "4-bit base weights are not available", "use --param_dtype bf16"
     ),
-    "lora_rank": NotYet(lambda cfg: cfg.lora_rank > 0, "LoRA is not available", "train all weights"),
     "ring_attn_size": NotYet(
         lambda cfg: cfg.ring_attn_size > 1,
         "ring attention is not available",

@@ -24,6 +24,7 @@ from ppo_helpers import (
     write_prompts,
     write_reward,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.models.loading import load_sequence_regression, write_hf_folder
@@ -185,11 +186,11 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def test_a_multi_turn_agent_written_for_0_9_trains(model: str, tmp_path: Path) -> None:
-    """REINFORCE++ with an agent: two turns an episode, KL in the reward, one rank, one engine."""
+    """REINFORCE++ with an agent: two turns an episode, KL in the reward, a LoRA adapter under ZeRO-3."""
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT_FILE)
     flags = f"""--agent_func_path {agent} --advantage_estimator reinforce --init_kl_coef 0.01 --max_steps 2
-        --max_new_tokens 6 --n_samples_per_prompt 4""".split()
+        --max_new_tokens 6 --n_samples_per_prompt 4 --zero_stage 3 --lora_rank 4 --lora_alpha 8""".split()
     before = shared_memory()
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     run = Command(MODULE, ppo_arguments(model, prompts, tmp_path, *flags)).run()
@@ -204,6 +205,8 @@ def test_a_multi_turn_agent_written_for_0_9_trains(model: str, tmp_path: Path) -
         assert step["response_length"] == pytest.approx(step["total_length"] - 7)
         assert 2 <= step["response_length"] <= 12
         assert step["sync/logprob_diff_max"] <= 1e-5
+    adapter = load_file(tmp_path / "model/adapter_model.safetensors")
+    assert adapter and all(tensor.numel() > 0 and tensor.abs().sum() > 0 for tensor in adapter.values())
     assert_nothing_left(run.mark, before)
 
 
