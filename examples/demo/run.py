@@ -12,6 +12,7 @@ import argparse
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -103,7 +104,7 @@ def run_stage(command: list[str], seconds: int) -> None:
         status = process.wait(seconds)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
         # It ends its own engines and trainers when asked.
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
