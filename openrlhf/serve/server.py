@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -21,6 +22,7 @@ import uvicorn
 
 from openrlhf import platform
 from openrlhf.config import ServeRMConfig
+from openrlhf.rollout.rewards.http import TOKEN_VARIABLE
 from openrlhf.serve.metrics import SHARED_FOLDER
 from openrlhf.tools.errors import ToolError
 from openrlhf.utils.logging import get_logger
@@ -28,7 +30,6 @@ from openrlhf.utils.process import die_with_parent
 
 logger = get_logger(__name__)
 
-TOKEN_VARIABLE = "OPENRLHF_REWARD_TOKEN"
 DEFAULT_BATCH = 32
 # Requests that are being answered may finish after SIGTERM.
 GRACE_S = 60
@@ -133,8 +134,9 @@ def serve(cfg: ServeRMConfig) -> int:
         ModelLoadError: the model can't be served.
         ToolError: the port can't be used.
     """
-    told = f"serving {cfg.reward_pretrain} at http://{cfg.host}:{cfg.port}/get_reward"
     with bind(cfg.host, cfg.port, shared=False) as sock:
+        cfg = dataclasses.replace(cfg, port=sock.getsockname()[1])  # --port 0 is any free one
+        told = f"serving {cfg.reward_pretrain} at http://{cfg.host}:{cfg.port}/get_reward"
         if cfg.workers == 1:
             _serve_here(cfg, sock, 0, lambda: logger.info("%s", told))
             return 0
