@@ -84,3 +84,23 @@ def test_the_text_curve_rises_with_the_values() -> None:
     assert lines[0] == "  1.00 | ▁█"
     assert lines[1] == "  0.00 |▁██"
     assert curve.text_curve([0.5] * 3, height=2).splitlines()[1] == "  0.50 |▁▁▁"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_the_whole_demo_in_a_short_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both stages and the report, with too few steps to learn much."""
+    import run
+
+    for name, value in (("SFT_ROWS", 320), ("RL_PROMPTS", 4), ("RL_STEPS", 2), ("HELD_OUT", 20)):
+        monkeypatch.setattr(run, name, value)
+    accuracies = run.run_demo(tmp_path / "demo", seed=0)
+    run.report(tmp_path / "demo", accuracies, seconds=1.0)
+    assert list(accuracies) == ["before SFT", "after SFT", "after RL"]
+    assert all(0.0 <= value <= 1.0 for value in accuracies.values())
+    shown = capsys.readouterr().out
+    assert "held-out accuracy (greedy, 20 problems)" in shown
+    assert "mean reward over 2 steps" in shown
+    assert (tmp_path / "demo" / "reward_curve.png").stat().st_size > 1000
