@@ -57,6 +57,7 @@ def rl_command(folder: Path, seed: int) -> list[str]:
         *("--max_len", "16", "--max_new_tokens", "4"),
         *("--actor_learning_rate", "2e-4", "--lr_warmup_ratio", "0.05"),
         *("--actor_num_gpus_per_node", "1", "--vllm_num_engines", "1", "--colocate_all_models", "--enforce_eager"),
+        *("--vllm_gpu_memory_utilization", "0.3"),
         *("--zero_stage", "0", "--param_dtype", "fp32", "--packing_samples"),
         *("--run_dir", f"{folder}/run_rl", "--seed", str(seed)),
     ]
@@ -71,6 +72,9 @@ def run_demo(folder: Path, seed: int) -> dict[str, float]:
     Raises:
         SystemExit: a stage failed or took too long; its own output says why.
     """
+    from openrlhf import platform
+
+    platform.prepare_process(threads=1)
     from evaluate import accuracy
 
     from openrlhf.utils.tiny_model import make_tiny_model
