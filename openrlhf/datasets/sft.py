@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,19 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import SFTConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.sources import DataError, require_columns
-from openrlhf.utils.logging import get_logger
-
-logger = get_logger(__name__)
+from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
 EMPTY_PROMPT = "empty prompt"
 EMPTY_RESPONSE = "empty response"
 TOO_LONG = "prompt fills max_len"
-# Below this many rows the result stays in memory; above, on disk, where all ranks share it.
-_IN_MEMORY_ROWS = 20_000
 _FEATURES = Features(
     {
         "token_ids": SequenceFeature(Value("int32")),
         "loss_mask": SequenceFeature(Value("bool")),
+        "length": Value("int64"),
+        "num_targets": Value("int64"),
         "dropped": Value("string"),
     }
 )
@@ -70,15 +65,11 @@ class SFTDataset:
         dropped: number of unusable rows by reason.
     """
 
-    def __init__(self, table: Dataset) -> None:
-        reasons = list(table["dropped"])
-        self.dropped = dict(Counter(reason for reason in reasons if reason))
-        keep = [i for i, reason in enumerate(reasons) if not reason]
-        table = table.select(keep)
+    def __init__(self, table: Dataset, dropped: dict[str, int]) -> None:
+        self.dropped = dropped
         self._rows = table.with_format("numpy", columns=["token_ids", "loss_mask"])
-        masks = table["loss_mask"]
-        self.lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
-        self.num_targets = np.array([sum(mask) for mask in masks], dtype=np.int64)
+        self.lengths = number_column(table, "length")
+        self.num_targets = number_column(table, "num_targets")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -107,23 +98,21 @@ def build_sft_dataset(
     check_sft_columns(rows, style, source)
     if style.multiturn and not style.apply_chat_template:
         raise DataError("--multiturn needs --apply_chat_template")
-    small = len(rows) <= _IN_MEMORY_ROWS
-    table = rows.map(
-        lambda row, index: asdict(tokenize_sft_row(row, index, style, tokenizer, source)),
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=_FEATURES,
-        num_proc=cfg.dataloader_num_workers or None,
-        keep_in_memory=small,
-        new_fingerprint=_fingerprint(rows, style, tokenizer),
+
+    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+        done = tokenize_sft_row(row, index, style, tokenizer, source)
+        return {**asdict(done), "length": len(done.token_ids), "num_targets": sum(done.loss_mask)}
+
+    table, dropped = tokenize_rows(
+        rows,
+        tokenize,
+        _FEATURES,
+        style=style,
+        tokenizer=tokenizer,
+        num_proc=cfg.dataloader_num_workers,
+        source=source,
     )
-    dataset = SFTDataset(table)
-    if dataset.dropped:
-        told = ", ".join(f"{count} x {reason}" for reason, count in sorted(dataset.dropped.items()))
-        logger.warning("%s: %d of %d rows are left out: %s", source, sum(dataset.dropped.values()), len(rows), told)
-    if len(dataset) == 0:
-        raise DataError(f"{source}: none of the {len(rows)} rows can be trained on: {dataset.dropped}")
-    return dataset
+    return SFTDataset(table, dropped)
 
 
 def check_sft_columns(rows: Dataset, style: SFTFormat, source: str) -> None:
@@ -135,13 +124,6 @@ def check_sft_columns(rows: Dataset, style: SFTFormat, source: str) -> None:
             f"{source}: give --output_key, --apply_chat_template or --pretrain_mode; without any of them there is no "
             "response to learn"
         )
-
-
-def _fingerprint(rows: Dataset, style: SFTFormat, tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-    parts = [rows._fingerprint, json.dumps(asdict(style), sort_keys=True), backend, str(tokenizer.chat_template)]
-    parts += [str(tokenizer.special_tokens_map)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def tokenize_sft_row(

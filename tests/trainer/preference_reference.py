@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -26,11 +27,17 @@ def batches(rows: list[dict[str, Any]], size: int = BATCH) -> list[list[dict[str
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 
+def with_adapter(model: torch.nn.Module, adapter: Path | None) -> torch.nn.Module:
+    """The model as it is, or with a LoRA adapter merged into it by peft."""
+    return model if adapter is None else PeftModel.from_pretrained(model, adapter).merge_and_unload()
+
+
 class Scorer:
     """Scores of texts by a stock sequence classification model."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64).eval()
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+        self.model = with_adapter(model, adapter).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def __call__(self, text: str) -> Tensor:
@@ -45,8 +52,9 @@ class Scorer:
 class Policy:
     """Summed log-probs of answers by a stock causal language model."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    def __init__(self, folder: Path, adapter: Path | None = None) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        self.model = with_adapter(model, adapter).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def __call__(self, prompt: str, answer: str) -> Tensor:

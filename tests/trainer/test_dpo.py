@@ -81,17 +81,17 @@ class TestRuns:
         assert first["loss"] == pytest.approx(sigmoid.mean().item(), abs=1e-6)
         assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         assert first["acc"] == float((h > 0).double().mean())
-        assert first["chosen_reward"] == pytest.approx(0.1 * float(chosen.mean()), abs=1e-6)
-        assert first["reject_reward"] == pytest.approx(0.1 * float(rejected.mean()), abs=1e-6)
+        assert first["chosen_reward"] == pytest.approx(0.1 * chosen.mean().item(), abs=1e-6)
+        assert first["reject_reward"] == pytest.approx(0.1 * rejected.mean().item(), abs=1e-6)
         for name, loss in {
             "ipo": (h - 1 / 0.2) ** 2,
             "smooth": 0.8 * sigmoid + 0.2 * flipped,
             "nll": sigmoid,
         }.items():
             got = preference_runs.values(f"train_dpo/{name}", "loss")[0]
-            assert got == pytest.approx(float(loss.mean()), rel=1e-6, abs=1e-6), name
+            assert got == pytest.approx(loss.mean().item(), rel=1e-6, abs=1e-6), name
         with_nll = preference_runs.lines("train_dpo/nll")
-        assert with_nll[0]["nll_loss"] == pytest.approx(float(nll.mean()), abs=1e-6)
+        assert with_nll[0]["nll_loss"] == pytest.approx(nll.mean().item(), abs=1e-6)
         assert with_nll[0]["grad_norm"] != pytest.approx(first["grad_norm"], rel=1e-3), "the term is in the gradient"
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -144,8 +144,9 @@ class TestRuns:
         """F42: the last evaluation, done with stock transformers."""
         reference = Policy(preference_runs.folder / "other")
         rows = preference_runs.rows("eval_pairs.jsonl")
-        for name in ("base", "ranks2_packed_zero3"):
-            policy = Policy(preference_runs.folder / "train_dpo" / name / "model")
+        for name in ("base", "ranks2_packed_zero3", "lora"):
+            saved = preference_runs.folder / "train_dpo" / name / "model"
+            policy = Policy(preference_runs.folder / "model", saved) if name == "lora" else Policy(saved)
             with torch.no_grad():
                 h = policy.ratios(reference, rows, "chosen") - policy.ratios(reference, rows, "rejected")
             line = preference_runs.lines(f"train_dpo/{name}", "eval")[-1]

@@ -152,6 +152,19 @@ def test_reward_server_gives_the_same_scores(preference_runs: Any) -> None:
     assert float(scores[True].std()) == pytest.approx(1, abs=1e-5)
 
 
+def test_lora_adapter_with_its_head(preference_runs: Any) -> None:
+    folder = preference_runs.folder / "train_rm" / "lora" / "model"
+    line = preference_runs.lines("train_rm/lora", "eval")[-1]
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["mean"], config["std"]) == (line["reward_mean"], line["reward_std"])
+    start = preference_runs.folder / "rm" / "start"
+    rows = preference_runs.rows("eval_pairs.jsonl")
+    with torch.no_grad():
+        trained, untrained = Scorer(start, folder).gaps(rows), Scorer(start).gaps(rows)
+    assert float(trained.mean()) == pytest.approx(line["reward_margin"], abs=1e-5)
+    assert abs(float(untrained.mean()) - line["reward_margin"]) > 1e-2
+
+
 def test_another_name_for_the_head(preference_runs: Any) -> None:
     """The starting folder's config.json says `score`, and it wins over the flag."""
     folder = preference_runs.folder / "train_rm"
