@@ -23,7 +23,7 @@ from openrlhf.tools.loading import LoadSettings
 from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 
-START_S = 120.0
+START_S = 300.0
 
 
 def make_reward_model(folder: Path, prefix: str = "score", **config: Any) -> str:

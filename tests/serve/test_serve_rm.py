@@ -195,7 +195,7 @@ class TestStart:
             [sys.executable, "-m", "openrlhf.cli.serve_rm", "--host", "127.0.0.1", *flags],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -129,7 +129,7 @@ class TestScoring:
                 [sys.executable, "-m", "openrlhf.cli.batch_inference", *flags, *more],
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=300,
             )
             assert done.returncode == 1 and words in done.stderr, done.stderr
         assert not (tmp_path / "out.jsonl").exists()
