@@ -20,7 +20,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.deepspeed_engine import NonFiniteError, TrainEngine
 from openrlhf.workers.distributed import World, broadcast_object
 
 logger = get_logger(__name__)
@@ -50,6 +50,9 @@ def reference_logprobs(
 
     Returns:
         For each name float64 ``[len(indices)]``, on the CPU.
+
+    Raises:
+        NonFiniteError: the model gives log-probs that are NaN or infinite.
     """
     key = _key(cfg, path, wanted) if world.is_first else ""
     file = Path(cfg.run_folder) / CACHE_FILE
@@ -67,7 +70,7 @@ def reference_logprobs(
     }
     bad = [name for name, values in result.items() if not bool(torch.isfinite(values).all())]
     if bad:
-        raise FloatingPointError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
+        raise NonFiniteError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
     _free(engine)
     del policy, engine
     gc.collect()

@@ -81,7 +81,7 @@ def plain_run(runs: Any, good_weight: float = 1.0, bad_weight: float = 1.0) -> l
         optimizer.step()
         rewards = [BETA * float(ratio) for ratio in ratios.detach()]
         good = [reward for row, reward in zip(rows, rewards, strict=True) if row["label"]]
-        found.append({"kto_loss": float(loss), "kl": kl, "grad_norm": norm, "chosen_reward": sum(good) / len(good)})
+        found.append({"kto_loss": loss.item(), "kl": kl, "grad_norm": norm, "chosen_reward": sum(good) / len(good)})
     return found
 
 
