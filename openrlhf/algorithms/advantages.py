@@ -150,9 +150,7 @@ def compute_advantages(
     result = spec.function(columns, settings)
     advantages = zero_masked(result.advantages, columns.action_mask)
     if spec.whiten:
-        advantages = whiten(
-            advantages, columns.action_mask, std_norm=settings.std_norm, sum_over_ranks=sum_over_ranks
-        )
+        advantages = whiten(advantages, columns.action_mask, std_norm=settings.std_norm, sum_over_ranks=sum_over_ranks)
     return Advantages(
         advantages=advantages.float(),
         returns=zero_masked(result.returns, columns.action_mask).float(),
@@ -164,9 +162,7 @@ def compute_advantages(
 def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> None:
     samples, tokens = columns.cu_seqlens.numel() - 1, columns.action_mask.numel()
     if int(columns.cu_seqlens[-1]) != tokens:
-        raise ValueError(
-            f"cu_seqlens ends at {int(columns.cu_seqlens[-1])}, but action_mask has {tokens} tokens"
-        )
+        raise ValueError(f"cu_seqlens ends at {int(columns.cu_seqlens[-1])}, but action_mask has {tokens} tokens")
     for field in ("rewards", "group_ids"):
         shape = tuple(getattr(columns, field).shape)
         if shape != (samples,):
@@ -206,9 +202,7 @@ def last_actions(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return last.scatter_reduce(0, sequence_ids(cu_seqlens, tokens), position, "amax")
 
 
-def place_token_rewards(
-    columns: RolloutColumns, outcomes: Tensor, kl_coef: float, *, use_steps: bool
-) -> Tensor:
+def place_token_rewards(columns: RolloutColumns, outcomes: Tensor, kl_coef: float, *, use_steps: bool) -> Tensor:
     """Rewards of tokens, float64 ``[N]``, nonzero on action tokens only; without KL they sum to ``outcomes``.
 
     The outcome, less the step rewards, goes to the last action token. A step reward at a position that is no

@@ -51,9 +51,7 @@ def step_denominators(masks: Iterable[np.ndarray | Tensor], constant: float = 1.
     return Denominators(sum(counts), sum(count > 0 for count in counts), constant)
 
 
-def aggregate(
-    per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators
-) -> Tensor:
+def aggregate(per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, denominators: Denominators) -> Tensor:
     """Contribution of a micro-batch to the loss of the optimizer step; a scalar.
 
     Modes: ``token-mean``, the mean over all tokens of the step (DAPO); ``seq-mean-token-mean``, the mean
@@ -75,9 +73,7 @@ def aggregate(
         return masked_sequence_mean(per_token, mask, cu_seqlens).sum() / sequences
     if mode == "seq-mean-token-sum-norm":
         return zero_masked(per_token, mask).sum() / (sequences * denominators.constant)
-    raise ValueError(
-        f"unknown loss aggregation {mode!r} (--loss_agg_mode); known: {', '.join(LOSS_AGG_MODES)}"
-    )
+    raise ValueError(f"unknown loss aggregation {mode!r} (--loss_agg_mode); known: {', '.join(LOSS_AGG_MODES)}")
 
 
 def aggregate_sequences(per_sequence: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:

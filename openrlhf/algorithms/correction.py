@@ -48,9 +48,7 @@ class CorrectionSettings:
     def __post_init__(self) -> None:
         for field, known in (("level", LEVELS), ("mode", MODES), ("gating", GATINGS)):
             if getattr(self, field) not in known:
-                raise ValueError(
-                    f"unknown correction {field} {getattr(self, field)!r}; known: {', '.join(known)}"
-                )
+                raise ValueError(f"unknown correction {field} {getattr(self, field)!r}; known: {', '.join(known)}")
         if not 0 <= self.low <= self.high:
             raise ValueError(f"correction bounds must be 0 <= LOW <= HIGH, got {self.low} and {self.high}")
         if self.mode == "clip" and (self.level == "seq" or self.gating != "ratio"):
@@ -62,9 +60,7 @@ class CorrectionSettings:
     def from_type(cls, name: str, low: float, high: float, gating: str = "ratio") -> CorrectionSettings:
         """Settings of ``tis``, ``icepop`` or ``seq-mask-tis``."""
         if name not in CORRECTION_TYPES:
-            raise ValueError(
-                f"unknown --vllm_is_correction_type {name!r}; known: {', '.join(CORRECTION_TYPES)}"
-            )
+            raise ValueError(f"unknown --vllm_is_correction_type {name!r}; known: {', '.join(CORRECTION_TYPES)}")
         level, mode = CORRECTION_TYPES[name]
         return cls(level=level, mode=mode, gating=gating, low=low, high=high)
 

@@ -46,9 +46,7 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator:
     if estimator == "k3":
         # expm1 keeps the digits that exp(-d) - 1 loses near d = 0
         return torch.expm1(-log_ratio) + log_ratio
-    raise ValueError(
-        f"unknown KL estimator {estimator!r} (--kl_estimator); known: {', '.join(KL_ESTIMATORS)}"
-    )
+    raise ValueError(f"unknown KL estimator {estimator!r} (--kl_estimator); known: {', '.join(KL_ESTIMATORS)}")
 
 
 def kl_loss(

@@ -62,9 +62,7 @@ class PolicyLossSettings:
 
     def __post_init__(self) -> None:
         if not (self.clip_low >= 0 and self.clip_high >= 0):
-            raise ValueError(
-                f"clip range must be >= 0, got {self.clip_low} and {self.clip_high} (--eps_clip)"
-            )
+            raise ValueError(f"clip range must be >= 0, got {self.clip_low} and {self.clip_high} (--eps_clip)")
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"--dual_clip must be > 1, got {self.dual_clip}")
         if not (self.sapo_tau_positive > 0 and self.sapo_tau_negative > 0):
@@ -152,8 +150,7 @@ def policy_loss(
     if correction is not None and correction.level != "off":
         if clean.rollout_logprobs is None:
             raise ValueError(
-                "rollout correction (--enable_vllm_is_correction) needs the rollout log-probs, "
-                "but the batch has none"
+                "rollout correction (--enable_vllm_is_correction) needs the rollout log-probs, but the batch has none"
             )
         corrected = rollout_correction(
             clean.old_logprobs, clean.rollout_logprobs, clean.action_mask, clean.cu_seqlens, correction
@@ -194,9 +191,7 @@ def _log_ratio(inputs: PolicyLossInputs) -> Tensor:
     return masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.action_mask)
 
 
-def _clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings
-) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: PolicyLossSettings) -> tuple[Tensor, Tensor]:
     """``-min(ratio * A, clip(ratio) * A)`` with the dual clip, and 1 where a clip took effect."""
     free = ratio * advantages
     bounded = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages

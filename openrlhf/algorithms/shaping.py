@@ -35,9 +35,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: float, factor: fl
         ValueError: the buffer is not in (0, max_length].
     """
     if not 0 < buffer <= max_length:
-        raise ValueError(
-            f"--overlong_buffer_len must be > 0 and at most the response limit {max_length}, got {buffer}"
-        )
+        raise ValueError(f"--overlong_buffer_len must be > 0 and at most the response limit {max_length}, got {buffer}")
     exceeded = lengths.float() - (max_length - buffer)
     # `0 -` instead of unary minus: no penalty is 0, not -0
     return 0.0 - (exceeded / buffer).clamp(0, 1) * factor
@@ -78,9 +76,7 @@ def apply_length_penalties(
     if overlong_buffer_len is not None:
         if max_length is None:
             raise ValueError("--overlong_buffer_len needs a response limit (--max_new_tokens or --max_len)")
-        rewards = rewards + overlong_penalty(
-            lengths, max_length, overlong_buffer_len, overlong_penalty_factor
-        )
+        rewards = rewards + overlong_penalty(lengths, max_length, overlong_buffer_len, overlong_penalty_factor)
     if stop_properly_penalty_coef is not None:
         rewards = stop_properly(rewards, truncated, stop_properly_penalty_coef)
     return rewards

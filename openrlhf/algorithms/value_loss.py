@@ -27,9 +27,7 @@ def value_loss(
         ``(per_token[N], metrics)``; the metrics are per token and detached: ``values`` and
         ``value_clip_ratio`` (1 where the new value left the clip range).
     """
-    new, old, target = (
-        zero_masked(at_least_float32(x), mask) for x in (values, old_values.detach(), returns.detach())
-    )
+    new, old, target = (zero_masked(at_least_float32(x), mask) for x in (values, old_values.detach(), returns.detach()))
     loss = (new - target) ** 2
     clipped = torch.zeros_like(loss)
     if clip is not None:

@@ -74,8 +74,7 @@ class MicroBatch:
         for name, column in columns.items():
             if column.shape[:1] != self.input_ids.shape:
                 raise ValueError(
-                    f"column {name!r} has shape {tuple(column.shape)}, but the micro-batch has "
-                    f"{self.num_tokens} tokens"
+                    f"column {name!r} has shape {tuple(column.shape)}, but the micro-batch has {self.num_tokens} tokens"
                 )
         return replace(self, columns={**self.columns, **columns})
 
@@ -83,8 +82,7 @@ class MicroBatch:
         """Cut a ``[N, ...]`` tensor into one view for each sequence, in packed order."""
         if tensor.shape[:1] != self.input_ids.shape:
             raise ValueError(
-                f"cannot split a tensor of shape {tuple(tensor.shape)}: the micro-batch has "
-                f"{self.num_tokens} tokens"
+                f"cannot split a tensor of shape {tuple(tensor.shape)}: the micro-batch has {self.num_tokens} tokens"
             )
         return list(torch.split(tensor, self.lengths.tolist()))
 
@@ -107,9 +105,7 @@ def _dummy(columns: Mapping[str, Sequence[Array]]) -> MicroBatch:
     return MicroBatch(zero, zero.clone(), torch.tensor([0, 1], dtype=torch.int32), filler, zero - 1)
 
 
-def pack(
-    sequences: Sequence[Array], columns: Mapping[str, Sequence[Array]], indices: Sequence[int]
-) -> MicroBatch:
+def pack(sequences: Sequence[Array], columns: Mapping[str, Sequence[Array]], indices: Sequence[int]) -> MicroBatch:
     """Pack the chosen sequences into one micro-batch on the CPU.
 
     Args:

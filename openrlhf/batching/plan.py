@@ -109,9 +109,7 @@ def plan_micro_batches(
     return _assign(bins, costs, ranks)
 
 
-def _check_limits(
-    lengths: Sequence[int], ranks: int, micro_batch_size: int | None, max_tokens: int | None
-) -> None:
+def _check_limits(lengths: Sequence[int], ranks: int, micro_batch_size: int | None, max_tokens: int | None) -> None:
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     if micro_batch_size is None and max_tokens is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from openrlhf.datasets.order import epoch_permutation
 from openrlhf.datasets.prompts import PromptRow
-
 from openrlhf.rollout.episodes import PromptItem
 
 

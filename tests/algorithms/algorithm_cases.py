@@ -45,9 +45,7 @@ class Batch:
 
 @st.composite
 def batches(draw: st.DrawFn, max_sequences: int = 7, max_length: int = 9) -> Batch:
-    masks = draw(
-        st.lists(st.lists(st.booleans(), min_size=1, max_size=max_length), min_size=1, max_size=max_sequences)
-    )
+    masks = draw(st.lists(st.lists(st.booleans(), min_size=1, max_size=max_length), min_size=1, max_size=max_sequences))
     groups = draw(st.lists(st.integers(0, 3), min_size=len(masks), max_size=len(masks)))
     return Batch(masks, groups, draw(st.integers(0, 2**31 - 1)))
 

@@ -265,9 +265,7 @@ def test_whitening_is_global_over_ranks() -> None:
 def test_whitening_of_equal_or_no_values() -> None:
     mask = torch.tensor([True, True, True, False])
     assert (whiten(torch.tensor([0.7, 0.7, 0.7, math.nan]), mask) == 0).all()
-    assert (
-        whiten(torch.tensor([0.1] * 3, dtype=torch.float64).repeat(100), torch.ones(300).bool()) == 0
-    ).all()
+    assert (whiten(torch.tensor([0.1] * 3, dtype=torch.float64).repeat(100), torch.ones(300).bool()) == 0).all()
     assert (whiten(torch.tensor([math.nan] * 2), torch.zeros(2).bool()) == 0).all()
 
 
@@ -279,9 +277,7 @@ def test_no_std_norm_only_centres() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_sequence_without_actions_disturbs_nothing(name: str) -> None:
-    cols = columns(
-        [[0, 0], [1, 1], [1]], [5.0, 1.0, 0.0], groups=[1, 0, 0], values=[math.nan] * 2 + [0.5] * 3
-    )
+    cols = columns([[0, 0], [1, 1], [1]], [5.0, 1.0, 0.0], groups=[1, 0, 0], values=[math.nan] * 2 + [0.5] * 3)
     result = compute_advantages(name, cols, AdvantageSettings())
     assert result.advantages.isfinite().all()
     assert result.sequence_returns[0] == 0 and (result.advantages[:2] == 0).all()
@@ -324,9 +320,7 @@ def test_registered_estimator_is_found_by_name(monkeypatch: pytest.MonkeyPatch) 
     @register_advantage_estimator("test_constant", needs_group=True)
     def constant(cols: RolloutColumns, settings: AdvantageSettings):
         result = ADVANTAGE_ESTIMATORS.get("reinforce").function(cols, settings)
-        return type(result)(
-            torch.full_like(result.advantages, 2.0), result.returns, result.token_rewards, cols.rewards
-        )
+        return type(result)(torch.full_like(result.advantages, 2.0), result.returns, result.token_rewards, cols.rewards)
 
     got = compute_advantages("test_constant", columns([[0, 1]], [1.0]), AdvantageSettings())
     assert got.advantages.tolist() == [0, 2]

@@ -93,9 +93,7 @@ def test_senseless_denominators_and_modes_are_refused() -> None:
 
 
 def test_pairs_are_averaged_over_the_step() -> None:
-    loss = aggregate_sequences(
-        torch.tensor([1.0, math.nan]), torch.tensor([True, False]), Denominators(0, sequences=4)
-    )
+    loss = aggregate_sequences(torch.tensor([1.0, math.nan]), torch.tensor([True, False]), Denominators(0, sequences=4))
     assert loss.item() == 0.25
 
 
@@ -119,9 +117,7 @@ def step_loss(batch: Batch, weights: torch.Tensor, packed: MicroBatch, name: str
     return total + 0.5 * aggregate(critic, mask, packed.cu_seqlens, mode, denominators)
 
 
-def run_layout(
-    batch: Batch, name: str, mode: str, ranks: int, **limits: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run_layout(batch: Batch, name: str, mode: str, ranks: int, **limits: int) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.tensor([0.3, -0.2, 0.7], requires_grad=True)
     flat = {
         "features": batch.normal(1),

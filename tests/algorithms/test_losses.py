@@ -60,9 +60,7 @@ def test_value_loss_equals_reference(clip: float | None, batch: Batch) -> None:
 
 
 def test_value_clip_fraction_looks_at_the_unclipped_value() -> None:
-    _, metrics = value_loss(
-        torch.tensor([1.0, 0.1]), torch.zeros(2), torch.zeros(2), torch.ones(2).bool(), clip=0.2
-    )
+    _, metrics = value_loss(torch.tensor([1.0, 0.1]), torch.zeros(2), torch.zeros(2), torch.ones(2).bool(), clip=0.2)
     assert metrics["value_clip_ratio"].mean() == 0.5
 
 

@@ -298,9 +298,7 @@ def test_correction_equals_reference(settings: CorrectionSettings, batch: Batch)
     result = rollout_correction(
         inputs.old_logprobs, inputs.rollout_logprobs, inputs.action_mask, inputs.cu_seqlens, settings
     )
-    want = reference_correction(
-        batch, inputs.old_logprobs.tolist(), inputs.rollout_logprobs.tolist(), settings
-    )
+    want = reference_correction(batch, inputs.old_logprobs.tolist(), inputs.rollout_logprobs.tolist(), settings)
     np.testing.assert_allclose(result.weight, want, rtol=1e-9)
     mask = inputs.action_mask
     rejected = (torch.tensor(want) == 0) & mask
@@ -353,9 +351,7 @@ def test_kept_sequence_still_clamps_each_token() -> None:
 
 def test_rejected_tokens_stay_in_the_denominator() -> None:
     inputs = one_sequence([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [1, 1], rollout=[-1.0, -9.0])
-    result = policy_loss(
-        "ppo", inputs, PolicyLossSettings(), CorrectionSettings.from_type("icepop", 0.5, 2.0)
-    )
+    result = policy_loss("ppo", inputs, PolicyLossSettings(), CorrectionSettings.from_type("icepop", 0.5, 2.0))
     mask = inputs.action_mask
     loss = aggregate(result.per_token, mask, inputs.cu_seqlens, "token-mean", step_denominators([mask]))
     assert loss.item() == -0.5

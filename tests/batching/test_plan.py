@@ -153,9 +153,7 @@ def test_large_rollout_is_planned_quickly() -> None:
     samples_per_step=st.integers(1, 12),
 )
 @quick
-def test_steps_hold_every_sample_once_and_keep_groups_whole(
-    group_ids: list[int], samples_per_step: int
-) -> None:
+def test_steps_hold_every_sample_once_and_keep_groups_whole(group_ids: list[int], samples_per_step: int) -> None:
     steps = split_optimizer_steps(group_ids, samples_per_step)
     assert sorted(i for step in steps for i in step) == list(range(len(group_ids)))
     assert all(0 < len(step) <= samples_per_step for step in steps)

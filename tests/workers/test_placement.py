@@ -112,7 +112,9 @@ def test_an_engine_does_not_stretch_over_nodes() -> None:
         critic_num_nodes=2, ref_num_gpus_per_node=2, ref_num_nodes=2, reward_num_gpus_per_node=2, reward_num_nodes=2,
         vllm_num_engines=1, vllm_tensor_parallel_size=4,
     )  # fmt: skip
-    with pytest.raises(PlacementError, match="one engine process needs 4 devices of one node and the largest node has 2"):
+    with pytest.raises(
+        PlacementError, match="one engine process needs 4 devices of one node and the largest node has 2"
+    ):
         check_fits(plan_placement(wide, "GPU"), [{"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0}])
 
 
