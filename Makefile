@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-SOURCES := openrlhf tests examples setup.py
+SOURCES := openrlhf tests examples benchmarks setup.py
 SEED ?= 0
 
 .PHONY: help setup smollm2-setup demo demo-seeds test test-unit lint format types docs clean
