@@ -106,6 +106,8 @@ def main() -> int:
     print(f"  generated        {tokens / figures['timing/generation']:8.0f} tokens/s")
     for name in ("timing/sync_transfer", "sync/logprob_diff_mean", "sync/logprob_diff_max"):
         print(f"  {name:<24} {figures[name]:.4f}")
+    # With a learning rate of 1e-6 the policy stays next to the reference; a large value means broken weights.
+    print(f"  {'kl at the last step':<24} {lines[-1]['kl']:.4g}")
     return 0
 
 

@@ -1,0 +1,65 @@
+"""Steps with the optimizer away in between are the steps without: many sub-groups, as a model of billions has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from model_cases import options, packed, sequences  # noqa: E402
+
+from openrlhf.models import PolicyModel, load_causal_lm  # noqa: E402
+from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    shape: dict[str, Any] = {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "tie": True}
+    return make_tiny_model(tmp_path_factory.mktemp("sleep") / "model", "qwen3", **shape)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sleep_between_steps_changes_nothing(folder: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from openrlhf.workers import deepspeed_engine
+    from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
+    from openrlhf.workers.distributed import init_distributed
+
+    init_distributed(timeout_s=120)
+    original = deepspeed_engine.deepspeed_config
+
+    def many_groups(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        config = original(*args, **kwargs)
+        config["zero_optimization"]["sub_group_size"] = 100_000
+        return config
+
+    monkeypatch.setattr(deepspeed_engine, "deepspeed_config", many_groups)
+    batch = packed(sequences((64, 5, 129, 30)))
+
+    def logprobs(sleep: bool) -> list[torch.Tensor]:
+        opts = options(zero_stage=stage, param_dtype="bf16", gradient_checkpointing=True)
+        engine = TrainEngine(PolicyModel(load_causal_lm(folder, opts)), opts, OptimizerSpec(1e-6))
+        seen = []
+        for _ in range(3):
+            for _ in engine.gathered_parameters():
+                pass  # as a weight sync does
+            if sleep:
+                engine.offload_states()
+                engine.reload_states()
+            engine.train()
+            out = engine(batch.to(engine.device)).logprobs
+            seen.append(out.detach().float().cpu())
+            engine.backward(-out.sum() / 1000, last=True)
+            engine.step()
+        return seen
+
+    awake, slept = logprobs(False), logprobs(True)
+    for one, other in zip(awake, slept, strict=True):
+        assert torch.allclose(one, other, atol=2e-2)
+    # A learning rate of 1e-6 moves hardly a bf16 weight; replaced weights would move log-probs by about 1.
+    assert (slept[-1] - slept[0]).abs().max() < 0.2
