@@ -30,7 +30,7 @@ run train_ppo_ray \
   --num_episodes 1 \
   --max_steps 40 \
   --max_len 128 \
-  --max_new_tokens 12 \
+  --max_new_tokens 16 \
   --actor_learning_rate 1e-5 \
   --eval_before_train \
   --eval_steps 20 \

@@ -22,13 +22,23 @@ def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("7<|im_end|>", 1.0), (" 7\n<|im_end|>", 1.0), ("7", 1.0), ("3 + 4 = 7<|im_end|>", 0.0), ("17<|im_end|>", 0.0)],
+    [
+        ("7<|im_end|>", 1.0),
+        (" 7\n<|im_end|>", 1.0),
+        ("7", 0.0),
+        ("3 + 4 = 7<|im_end|>", 0.5),
+        ("7 is not 8<|im_end|>", 0.0),
+        ("17<|im_end|>", 0.0),
+        ("-7<|im_end|>", 0.0),
+        ("<|im_end|>", 0.0),
+    ],
 )
-def test_the_reward_is_for_the_number_alone(response: str, reward: float) -> None:
+def test_the_number_alone_is_worth_most(response: str, reward: float) -> None:
     namespace: dict[str, object] = {}
     exec((FOLDER / "reward_func.py").read_text(), namespace)
     prompt = "<|im_start|>user\n3 + 4<|im_end|>\n<|im_start|>assistant\n"
-    assert namespace["reward_func"]([prompt + response], [prompt], ["7"]) == {"rewards": [reward]}  # type: ignore[operator]
+    reply = namespace["reward_func"]([prompt + response], [prompt], ["7"])  # type: ignore[operator]
+    assert reply == {"rewards": [reward], "extra_logs": {"exact": [float(reward == 1.0)]}}
 
 
 def test_the_command_line_comes_to_forty_steps(tmp_path: Path) -> None:
