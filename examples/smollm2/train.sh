@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Reinforcement learning of a real pretrained model, SmolLM2-135M-Instruct, on two CPU cores.
 #   make smollm2-setup && bash examples/smollm2/train.sh [more flags]
-# EXPLAIN=1 only says what the flags come to. OUT names the folder (runs/smollm2).
+# fp32, since CPUs without bf16 units train twice as fast in it. EXPLAIN=1 only says what the flags come to. OUT names the folder (runs/smollm2).
 set -euo pipefail
 OUT=${OUT:-runs/smollm2}
 source "$(dirname "$0")/../scripts/common.sh"
 export HF_HUB_OFFLINE=1 RAY_ADDRESS=${RAY_ADDRESS:-local}
 
 if [ "${EXPLAIN:-0}" != 1 ]; then
-  [ -e "$OUT/model/config.json" ] || "$PYTHON" examples/smollm2/convert.py "$OUT/model"
+  [ -e "$OUT/model/config.json" ] || "$PYTHON" examples/smollm2/convert.py "$OUT/model" --dtype float32
   [ -e "$OUT/data/held_out.jsonl" ] || "$PYTHON" examples/smollm2/make_data.py "$OUT/data"
 fi
 
@@ -40,7 +40,7 @@ run train_ppo_ray \
   --colocate_all_models \
   --enforce_eager \
   --zero_stage 2 \
-  --param_dtype bf16 \
+  --param_dtype fp32 \
   --packing_samples \
   --save_path "$OUT/rl" \
   --ckpt_path "$OUT/ckpt" \
