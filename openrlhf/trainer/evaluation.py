@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.datasets.prompts import PromptRow
-
 from openrlhf.config import PPOConfig
+from openrlhf.datasets.prompts import PromptRow
 from openrlhf.engines.pool import EnginePool
 from openrlhf.rollout.episodes import EpisodeFailure, PromptItem
 from openrlhf.rollout.metrics import eval_metrics
