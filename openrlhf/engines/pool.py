@@ -15,6 +15,7 @@ from openrlhf.engines.spec import EngineSpec, engine_spec
 from openrlhf.engines.vllm_engine import VLLMEngineActor
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.utils import interrupts
 from openrlhf.workers.cluster import Cluster
 from openrlhf.workers.group import Member, PendingCall, WorkerError, WorkerGroup
 
@@ -75,8 +76,10 @@ class EnginePool:
                 load[index] += 1
             if not running:
                 return
-            done, _ = ray.wait(list(running), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(running), num_returns=1, timeout=min(left, interrupts.POLL_SECONDS))
+            interrupts.check()
+            if not done and left <= interrupts.POLL_SECONDS:
                 self._raise_late(running, timeout)
             for call in done:
                 index, _, pending = running.pop(call)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from transformers import PreTrainedTokenizerBase
 
@@ -27,6 +25,7 @@ from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
 from openrlhf.trainer.system import start_system
 from openrlhf.trainer.weight_check import WeightMismatchError
+from openrlhf.utils import interrupts
 from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.cluster import disconnect
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
@@ -46,10 +45,6 @@ EXPLAINED = (
     FloatingPointError,
 )
 """Failures whose message says what to do; anything else ends with a traceback."""
-
-
-class Interrupted(BaseException):
-    """Ctrl-C or a request to end; not an Exception, so that nothing on the way takes it for a failure."""
 
 
 @dataclass(frozen=True)
@@ -94,26 +89,19 @@ def _reward_inputs(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Reward
 def run(cfg: PPOConfig) -> int:
     """Train; returns the exit status."""
     console = Console()
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        _train(cfg, console)
-    except EXPLAINED as error:
-        print(f"\nerror: {error}", file=sys.stderr)
-        return 1
-    except Interrupted as interrupted:
-        print(f"\ninterrupted ({interrupted}); all processes of this run were ended", file=sys.stderr)
-        return 130
-    finally:
-        disconnect()
+    with interrupts.handled():
+        try:
+            _train(cfg, console)
+        except EXPLAINED as error:
+            print(f"\nerror: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            name = interrupts.requested() or "SIGINT"
+            print(f"\ninterrupted ({name}); all processes of this run were ended", file=sys.stderr)
+            return 130
+        finally:
+            disconnect()
     return 0
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    # One is enough: the clean-up that it starts must not be interrupted by the next.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Interrupted(signal.Signals(signum).name)
 
 
 def _train(cfg: PPOConfig, console: Console) -> None:
@@ -139,6 +127,7 @@ def _train(cfg: PPOConfig, console: Console) -> None:
         try:
             PPOTrainer(cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, inputs.reward, logger, console).fit()
         finally:
-            system.close()
+            with interrupts.cleaning_up():
+                system.close()
     finally:
         logger.close()

@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf.utils import interrupts
 from openrlhf.workers.placement import PlacementError, PlacementPlan, check_fits
 
 FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HF_HUB_OFFLINE", "PYTHONPATH")
@@ -31,6 +32,12 @@ def connect() -> None:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
+    # Ray puts a handler of its own for SIGTERM in the place of ours.
+    with interrupts.kept():
+        _init(options)
+
+
+def _init(options: dict[str, Any]) -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     if address != "local":
         try:

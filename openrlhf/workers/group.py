@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from openrlhf.utils import interrupts
 from openrlhf.utils.process import tail
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ class PendingCall:
         answers: dict[ray.ObjectRef, Any] = {}
         waiting = list(self._calls)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=min(left, interrupts.POLL_SECONDS))
+            interrupts.check()
+            if not done and left > interrupts.POLL_SECONDS:
+                continue
             if not done:
                 late = [self._calls[call] for call in waiting]
                 raise WorkerError(

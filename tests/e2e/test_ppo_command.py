@@ -223,7 +223,7 @@ def _until(process: subprocess.Popen[str], pattern: str, seconds: float) -> str:
     raise AssertionError(f"no {pattern!r} within {seconds} s:\n{seen}")
 
 
-def test_a_killed_engine_ends_the_run_with_its_log_and_ctrl_c_leaves_nothing(model: str, tmp_path: Path) -> None:
+def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, tmp_path: Path) -> None:
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     slow = tmp_path / "slow.py"
     slow.write_text("import time\n" + write_reward(tmp_path / "r.py").read_text() + "\ntime.sleep(0)\n")
@@ -241,11 +241,14 @@ def test_a_killed_engine_ends_the_run_with_its_log_and_ctrl_c_leaves_nothing(mod
     assert not (tmp_path / "a/model").exists()  # nothing half-written
     assert_nothing_left(command.mark, before)
 
-    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "b", *flags, reward=slow))
-    process = command.start()
-    _until(process, r"^step 2/", 400)
-    os.kill(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
-    assert "interrupted (SIGINT)" in output and "Traceback" not in output
-    assert_nothing_left(command.mark, before)
+    # Ctrl-C at work, and SIGTERM (as SLURM sends it) while the processes are being started.
+    for folder, moment, end in (("b", r"^step 2/", signal.SIGINT), ("c", r"^Placement", signal.SIGTERM)):
+        command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / folder, *flags, reward=slow))
+        process = command.start()
+        _until(process, moment, 400)
+        time.sleep(3)
+        os.kill(process.pid, end)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130, output
+        assert f"interrupted ({end.name})" in output and "Traceback" not in output
+        assert_nothing_left(command.mark, before)
