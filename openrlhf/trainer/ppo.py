@@ -157,8 +157,10 @@ class PPOTrainer:
         if not metrics:
             return
         self.logger.log("eval", self.global_step, metrics)
-        with self.system.training():
-            self.checkpoints.save_if_best(self.global_step, self._client_state(), metrics)
+        if self.checkpoints.improves(metrics):
+            with self.system.saving():
+                self.checkpoints.save_best(self.global_step, self._client_state())
+            self.system.sync_weights()
 
     # --- rollout ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class PPOTrainer:
         )
 
     def _save_final(self) -> None:
-        with self.console.phase("save"), self.system.training():
+        with self.console.phase("save"), self.system.saving():
             self.checkpoints.save_final()
         self.console.say(f"Saved the policy to {self.cfg.save_path}")
 

@@ -30,10 +30,14 @@ class PPOCheckpoints:
         """Write the regular checkpoint of a step."""
         self._write(f"global_step{step}", client_state, keep=self._cfg.max_ckpt_num)
 
-    def save_if_best(self, step: int, client_state: dict[str, Any], metrics: dict[str, float]) -> None:
-        """After an evaluation: write ``best_global_step<N>`` when the metric improved."""
+    def improves(self, metrics: dict[str, float]) -> bool:
+        """After an evaluation: is the metric of the best checkpoint better than ever? Remembers it if so.
+
+        Raises:
+            ValueError: ``--best_metric_key`` is none of the metrics.
+        """
         if self._cfg.best_metric_key == NO_METRIC or self._cfg.save_steps <= 0:
-            return
+            return False
         key = self._cfg.best_metric_key or next((k for k in sorted(metrics) if k.endswith("_pass1")), None)
         if key is None or key not in metrics:
             raise ValueError(
@@ -41,8 +45,12 @@ class PPOCheckpoints:
                 f"{', '.join(sorted(metrics))} (or `none` for no best checkpoint)"
             )
         if self._best_value is not None and metrics[key] <= self._best_value:
-            return
+            return False
         self._best_key, self._best_value = key, metrics[key]
+        return True
+
+    def save_best(self, step: int, client_state: dict[str, Any]) -> None:
+        """Write ``best_global_step<N>``."""
         self._write(f"best_global_step{step}", {**client_state, **self.best_state()}, keep=None)
 
     def best_state(self) -> dict[str, Any]:

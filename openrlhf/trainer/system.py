@@ -64,6 +64,14 @@ class PPOSystem:
                 group.call("reload")
         yield
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around a save while the engines are awake: they make room for the models, and need a sync afterwards."""
+        if self.cfg.vllm_enable_sleep:
+            self.engines.sleep()
+        with self.training():
+            yield
+
     def sync_weights(self) -> float:
         """Send the actor's weights to the engines and make these ready to generate.
 
