@@ -27,7 +27,7 @@ class _FirstRankOnly(logging.Filter):
 def get_logger(name: str) -> logging.Logger:
     """A logger below ``openrlhf``; the level comes from ``OPENRLHF_LOG_LEVEL`` (default INFO)."""
     root = logging.getLogger(_ROOT)
-    if not root.handlers:
+    if not any(isinstance(own, _FirstRankOnly) for handler in root.handlers for own in handler.filters):
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%H:%M:%S"))
         handler.addFilter(_FirstRankOnly())

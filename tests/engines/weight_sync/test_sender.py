@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import ray
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
 from openrlhf.engines.weight_sync.sender import EngineClient, WeightSyncError
 
@@ -16,6 +17,9 @@ class FakeEngine:
     def __init__(self, mode: str = "ok") -> None:
         self.mode = mode
         self.calls: list[Any] = []
+
+    def warm_up(self, request: Any) -> None:
+        pass
 
     def init_weight_transfer_engine(self, request: Any) -> None:
         self.calls.append(request.init_info)
@@ -42,7 +46,8 @@ class FakeEngine:
 def started(*modes: str) -> list[Any]:
     """Engines that answer already, so that the deadlines below measure the calls alone."""
     engines = [FakeEngine.remote(mode) for mode in modes]
-    ray.get([engine.seen.remote() for engine in engines], timeout=300)
+    # The first request makes each process import vLLM, which takes longer than those deadlines.
+    ray.get([engine.warm_up.remote(WeightTransferInitRequest()) for engine in engines], timeout=300)
     return engines
 
 
