@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from datasets import (
     Dataset,
@@ -23,6 +23,17 @@ from openrlhf.config.datasource import FILE_SUFFIXES, Source, parse_sources
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
+
+
+class SupervisedRowOptions(Protocol):
+    """The flags that name training rows (any supervised command's configuration)."""
+
+    dataset: str | None
+    dataset_split: str
+    dataset_probs: str | None
+    max_samples: int
+    seed: int
+    use_ms: bool
 
 
 class DataError(ValueError):
@@ -79,6 +90,19 @@ def load_rows(
     if max_samples is not None and len(merged) > max_samples:
         merged = merged.select(range(max_samples))
     return merged
+
+
+def load_training_rows(cfg: SupervisedRowOptions) -> Dataset:
+    """The training rows that a supervised command's flags name; see :func:`load_rows`."""
+    assert cfg.dataset is not None
+    return load_rows(
+        cfg.dataset,
+        split=cfg.dataset_split,
+        probabilities=cfg.dataset_probs,
+        max_samples=cfg.max_samples,
+        seed=cfg.seed,
+        use_modelscope=cfg.use_ms,
+    )
 
 
 def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -> None:

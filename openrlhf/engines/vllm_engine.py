@@ -191,12 +191,6 @@ class VLLMEngine:
         if self.spec.enable_sleep:
             await self._llm.wake_up(tags)
 
-    async def pause(self, mode: str = "keep") -> None:
-        await self._llm.pause_generation(mode=mode, clear_cache=False)
-
-    async def resume(self) -> None:
-        await self._llm.resume_generation()
-
     async def health(self) -> None:
         """Raises when the engine process is dead."""
         await self._llm.check_health()

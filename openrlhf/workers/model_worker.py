@@ -122,12 +122,6 @@ class ModelWorker:
         """Bring back what :meth:`offload` moved away."""
         self.engine.reload_states()
 
-    def memory(self) -> Any:
-        """Memory figures of this process and its device."""
-        from openrlhf import platform
-
-        return platform.memory_stats()
-
 
 class TrainedWorker(ModelWorker):
     """A role with an optimizer: training steps and checkpoints."""
