@@ -95,7 +95,8 @@ class PPOTrainer:
         self.sampling = training_sampling(cfg)
         self.evaluator = Evaluator(cfg, system.engines, eval_rows, console)
         self.checkpoints = PPOCheckpoints(cfg, system)
-        self.weight_check = WeightCheck(cfg, system, probe)
+        self.probe = list(probe)
+        self.weight_check = WeightCheck(cfg, system.engines, self.probe)
         self.total_rollouts = derive(cfg, len(rows)).num_rollouts
         self.global_step = 0
         self._filter = DynamicFilter(*cfg.dynamic_filtering_reward_range) if cfg.dynamic_filtering else None
@@ -106,9 +107,7 @@ class PPOTrainer:
         """Train until the prompts of all episodes are used, or ``max_steps`` is reached; then save."""
         if self.cfg.load_checkpoint:
             self._resume()
-        with self.console.phase("weight sync"):
-            self.system.sync_weights()
-        self.weight_check.run()
+        self._sync_weights()
         if self.cfg.eval_before_train:
             self._evaluate()
         while not self._finished():
@@ -133,9 +132,7 @@ class PPOTrainer:
         if due:
             with self.console.phase("checkpoint"):
                 self.checkpoints.save(self.global_step, self._client_state())
-        with self.console.phase("weight sync"):
-            metrics["timing/sync_transfer"] = self.system.sync_weights()
-        metrics.update(self.weight_check.run())
+        metrics.update(self._sync_weights())
         seconds = self.console.seconds
         metrics.update(
             {
@@ -152,6 +149,12 @@ class PPOTrainer:
         if self.cfg.eval_steps > 0 and self.global_step % self.cfg.eval_steps == 0:
             self._evaluate()
 
+    def _sync_weights(self) -> dict[str, float]:
+        """Give the engines the actor's weights, and make sure that they have them; metrics of both."""
+        with self.console.phase("weight sync"):
+            sync = self.system.sync_weights(self.probe)
+        return {"timing/sync_transfer": sync.seconds, **self.weight_check.run(sync.trainer_logprobs)}
+
     def _evaluate(self) -> None:
         metrics = self.evaluator.run(self.global_step)
         if not metrics:
@@ -160,7 +163,7 @@ class PPOTrainer:
         if self.checkpoints.improves(metrics):
             with self.system.saving():
                 self.checkpoints.save_best(self.global_step, self._client_state())
-            self.system.sync_weights()
+            self._sync_weights()
 
     # --- rollout ---------------------------------------------------------------------------------------------------
 

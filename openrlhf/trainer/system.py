@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 
 from openrlhf.config import PPOConfig
@@ -27,6 +28,18 @@ def weight_transport(cfg: PPOConfig, device: str) -> str:
     if device == "CPU" or cfg.vllm_sync_backend == "gloo":
         return "gloo"
     return "ipc" if cfg.colocate_all_models and not cfg.async_train else "nccl"
+
+
+class WeightSync(NamedTuple):
+    """What a weight sync did.
+
+    Attributes:
+        seconds: that the transfer took, without waking and offloading.
+        trainer_logprobs: float32 ``[T]``, the actor's log-probs of the probe text; 0 for the first token.
+    """
+
+    seconds: float
+    trainer_logprobs: np.ndarray
 
 
 @dataclass
@@ -72,21 +85,22 @@ class PPOSystem:
         with self.training():
             yield
 
-    def sync_weights(self) -> float:
+    def sync_weights(self, probe: Sequence[int]) -> WeightSync:
         """Send the actor's weights to the engines and make these ready to generate.
 
-        Returns:
-            Seconds that the transfer took, without waking.
+        Args:
+            probe: token ids of a text that the actor scores before its weights leave the device.
         """
         if self.cfg.vllm_enable_sleep:
             self.engines.wake(["weights"])
         seconds = max(self.actor.call("sync_weights"))
+        logprobs = self.actor.call("probe", list(probe))[0]
         if self.cfg.deepspeed_enable_sleep:
             for group in self.model_groups:
                 group.call("offload")
         if self.cfg.vllm_enable_sleep:
             self.engines.wake(["kv_cache"])
-        return float(seconds)
+        return WeightSync(float(seconds), logprobs)
 
     def close(self) -> None:
         """End all processes and leave the cluster; safe to call at any time."""

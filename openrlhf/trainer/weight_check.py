@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from openrlhf.config import PPOConfig
-from openrlhf.trainer.system import PPOSystem
+from openrlhf.engines.pool import EnginePool
 
 FP32_TOLERANCE = 1e-3
 """A larger difference in fp32 means different weights: rounding alone stays below 1e-5."""
@@ -23,24 +23,25 @@ class WeightCheck:
     Args:
         cfg: for ``param_dtype``: in fp32 a difference beyond :data:`FP32_TOLERANCE` stops the run; in 16-bit
             formats it is only reported, because there kernels alone make log-probs differ.
-        system: engines and actor.
+        engines: awake when :meth:`run` is called.
         probe: token ids of the text.
     """
 
-    def __init__(self, cfg: PPOConfig, system: PPOSystem, probe: Sequence[int]) -> None:
+    def __init__(self, cfg: PPOConfig, engines: EnginePool, probe: Sequence[int]) -> None:
         self._strict = cfg.param_dtype == "fp32"
-        self._system = system
+        self._engines = engines
         self._probe = list(probe)
 
-    def run(self) -> dict[str, float]:
+    def run(self, trainer: np.ndarray) -> dict[str, float]:
         """The metrics ``sync/logprob_diff_max`` and ``sync/logprob_diff_mean`` over all engines.
+
+        Args:
+            trainer: ``[T]``, the actor's log-probs of the probe text.
 
         Raises:
             WeightMismatchError: see the class.
         """
-        scored = self._system.actor.submit("probe", self._probe)
-        engines = self._system.engines.prompt_logprobs(self._probe)
-        trainer = scored.result(self._system.actor.timeout)[0]
+        engines = self._engines.prompt_logprobs(self._probe)
         differences = np.abs(np.asarray(engines, dtype=np.float64) - trainer)
         worst = float(differences.max())
         if self._strict and not worst <= FP32_TOLERANCE:

@@ -166,6 +166,7 @@ class TrainEngine:
         self.step_count = 0
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
+        self._asleep = False
         self._partitioned = opts.zero_stage == 3
         config = deepspeed_config(opts, training=self.training, param_offload=param_offload and self._partitioned)
         self._engine: Any = None
@@ -199,6 +200,7 @@ class TrainEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank must call it equally often under ZeRO-3."""
+        self._require_awake("a forward pass")
         if self._engine is not None:
             return self._engine(*args, **kwargs)
         if not self.param_offload:
@@ -282,6 +284,12 @@ class TrainEngine:
     def _require_training(self, what: str) -> None:
         if not self.training:
             raise RuntimeError(f"{what}() on an engine without an optimizer")
+        self._require_awake(f"{what}()")
+
+    def _require_awake(self, what: str) -> None:
+        """Also on a CPU, where nothing moves: DeepSpeed computes with wrong weights meanwhile, and says nothing."""
+        if self._asleep:
+            raise RuntimeError(f"{what} while the model's states are offloaded: call reload_states() first")
 
     # ------------------------------------------------------------------------------------------------- weights out
 
@@ -297,6 +305,7 @@ class TrainEngine:
         Args:
             bucket_bytes: most bytes in a bucket; a larger weight comes alone.
         """
+        self._require_awake("gathering the weights")
         for bucket in self._buckets(bucket_bytes):
             with whole(p for w in bucket for p in w.sources):
                 tensors = [(w.name, w.build()) for w in bucket]
@@ -328,6 +337,7 @@ class TrainEngine:
         Raises:
             RuntimeError: a weight is not finite, or rank 0 could not write.
         """
+        self._require_awake("saving the model")
         first = dist.get_rank() == 0
         state = self._saved_state(first)
         problem = ""
@@ -486,8 +496,10 @@ class TrainEngine:
     def offload_states(self) -> None:
         """Move what the device does not need while rollout engines use it to the CPU (``--deepspeed_enable_sleep``).
 
-        Nothing to do on a CPU, or with ``--adam_offload``, whose states are on the CPU already.
+        Nothing moves on a CPU, or with ``--adam_offload``, whose states are on the CPU already. Until
+        :meth:`reload_states` everything that needs the weights is refused, everywhere.
         """
+        self._asleep = True
         if not _on_gpu():
             return
         if self._engine is None:
@@ -500,6 +512,7 @@ class TrainEngine:
 
     def reload_states(self) -> None:
         """Bring back what :meth:`offload_states` moved."""
+        self._asleep = False
         if not _on_gpu():
             return
         if self._engine is None:

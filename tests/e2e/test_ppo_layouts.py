@@ -165,21 +165,21 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
     ends = [group.call("probe", stack.probe)[0] for group in (stack.system.actor, stack.sharded)]
     assert np.abs(ends[0] - ends[1]).max() <= 1e-5
 
-    check = WeightCheck(stack.cfg, stack.system, stack.probe)
+    check = WeightCheck(stack.cfg, stack.engines, stack.probe)
     with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
-        check.run()  # the sync is left out
-    assert stack.system.sync_weights() < 60
-    assert check.run()["sync/logprob_diff_max"] <= 1e-5
+        check.run(stack.system.actor.call("probe", stack.probe)[0])  # the sync is left out
+    sync = stack.system.sync_weights(stack.probe)
+    assert sync.seconds < 60
+    assert check.run(sync.trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
 
     # ZeRO-3 with two ranks sends the same weights.
     _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
     stack.sharded.call("connect_engines", stack.engines.group.handles, "gloo", 1, 120.0)
-    other = WeightCheck(stack.cfg, replace(stack.system, actor=stack.sharded), stack.probe)
     with pytest.raises(WeightMismatchError):
-        other.run()
+        check.run(stack.sharded.call("probe", stack.probe)[0])
+    sharded = replace(stack.system, actor=stack.sharded)
     for _ in range(2):
-        stack.sharded.call("sync_weights")
-        assert other.run()["sync/logprob_diff_max"] <= 1e-5
+        assert check.run(sharded.sync_weights(stack.probe).trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
     digests = stack.engines.weight_digests()
     assert digests[0] == digests[1]
     assert ray.get(stack.engines.group.handles[0].health.remote()) is None

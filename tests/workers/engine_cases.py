@@ -356,9 +356,21 @@ def inference(cases: Cases) -> None:
                 model = load_causal_lm(cases.model, opts, trainable=False)
                 engine = TrainEngine(PolicyModel(model), opts, None, param_offload=offload)
                 engine.offload_states()
+                cases.results[f"asleep zero{stage} offload={offload}"] = _refusals(engine, batch)
                 engine.reload_states()
                 got = engine(batch).logprobs
                 cases.results[f"inference zero{stage} offload={offload}"] = float((got - expected).abs().max())
+
+
+def _refusals(engine: TrainEngine, batch: Any) -> int:
+    """How many uses of the weights a sleeping engine refuses."""
+    refused = 0
+    for use in (lambda: engine(batch), lambda: next(engine.gathered_parameters()), lambda: engine.save_hf("unused")):
+        try:
+            use()
+        except RuntimeError as error:
+            refused += "call reload_states() first" in str(error)
+    return refused
 
 
 def main() -> None:

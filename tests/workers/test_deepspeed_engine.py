@@ -199,3 +199,4 @@ def test_broken_weights_are_not_saved(results: dict[str, Any], all_results: dict
 @pytest.mark.parametrize("offload", [False, True])
 def test_inference_engine(results: dict[str, Any], stage: int, offload: bool) -> None:
     assert results[f"inference zero{stage} offload={offload}"] < 1e-6
+    assert results[f"asleep zero{stage} offload={offload}"] == 3
