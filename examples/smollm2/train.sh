@@ -28,12 +28,12 @@ run train_ppo_ray \
   --micro_train_batch_size 16 \
   --micro_rollout_batch_size 16 \
   --num_episodes 1 \
-  --max_steps 40 \
+  --max_steps 30 \
   --max_len 128 \
-  --max_new_tokens 16 \
-  --actor_learning_rate 1e-5 \
+  --max_new_tokens 12 \
+  --actor_learning_rate 2e-5 \
   --eval_before_train \
-  --eval_steps 20 \
+  --eval_steps 15 \
   --eval_n_samples_per_prompt 4 \
   --actor_num_gpus_per_node 1 \
   --vllm_num_engines 1 \
