@@ -135,13 +135,12 @@ def engine_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         return {"largest": changes[worst], "weights": len(changes), "changed": sum(c > 0 for c in changes.values())}
 
     result: dict[str, Any] = {"steps": [], "offload": [], "reload": [], "sleep_drift": [], "step_drift": []}
-    start = weights()
+    start = before = weights()
     for index in range(options.steps):
-        before = weights()
         result["offload"].append(timed(engine.offload_states))
         result["asleep_gib"] = torch.cuda.memory_allocated() / 2**30
         result["reload"].append(timed(engine.reload_states))
-        result["sleep_drift"].append(drift(before, weights()))
+        result["sleep_drift"].append(drift(before, slept := weights()))
         engine.train()
 
         def step() -> None:
@@ -152,8 +151,9 @@ def engine_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             result["steps"].append(profiled(step, f"{options.profile}_{options.case}.txt"))
         else:
             result["steps"].append(timed(step))
-        result["step_drift"].append(drift(before, weights()))
-    result["total_drift"] = drift(start, weights())
+        before = weights()
+        result["step_drift"].append(drift(slept, before))
+    result["total_drift"] = drift(start, before)
     return {**result, **facts(engine.module, work, result["steps"])}
 
 

@@ -25,8 +25,8 @@ _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 _SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
 
 
-class SupervisedRowOptions(Protocol):
-    """The flags that name training rows (any supervised command's configuration)."""
+class RowOptions(Protocol):
+    """The flags that name a command's rows (train_sft, train_rm, train_dpo, train_kto, batch_inference)."""
 
     dataset: str | None
     dataset_split: str
@@ -92,8 +92,8 @@ def load_rows(
     return merged
 
 
-def load_training_rows(cfg: SupervisedRowOptions) -> Dataset:
-    """The training rows that a supervised command's flags name; see :func:`load_rows`."""
+def load_configured_rows(cfg: RowOptions) -> Dataset:
+    """The rows that a command's flags name; see :func:`load_rows`."""
     assert cfg.dataset is not None
     return load_rows(
         cfg.dataset,

@@ -17,7 +17,7 @@ from openrlhf import platform
 from openrlhf.config import BatchInferenceConfig, PPOConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.prompts import PromptRow, build_prompts
-from openrlhf.datasets.sources import load_rows, require_columns
+from openrlhf.datasets.sources import load_configured_rows, require_columns
 from openrlhf.engines.spec import ENGINE_DTYPES
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.seeding import derive_seed
@@ -72,15 +72,7 @@ def _rows(cfg: BatchInferenceConfig) -> Dataset:
     Raises:
         ToolError: the slice is beyond the end.
     """
-    assert cfg.dataset
-    rows = load_rows(
-        cfg.dataset,
-        split=cfg.dataset_split,
-        probabilities=cfg.dataset_probs,
-        max_samples=cfg.max_samples,
-        seed=cfg.seed,
-        use_modelscope=cfg.use_ms,
-    )
+    rows = load_configured_rows(cfg)
     if cfg.iter is None:
         return rows
     start = cfg.iter * cfg.rollout_batch_size

@@ -15,7 +15,7 @@ from openrlhf.batching import MicroBatch
 from openrlhf.config import DPOConfig
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.datasets.sources import load_rows, load_training_rows
+from openrlhf.datasets.sources import load_configured_rows, load_rows
 from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient, row_limits
@@ -80,7 +80,7 @@ class DPOTrainer(PreferenceTrainer):
 
 def _read_data(cfg: DPOConfig, tokenizer: Any) -> tuple[PreferenceDataset, PreferenceDataset | None]:
     assert cfg.dataset is not None
-    rows = load_training_rows(cfg)
+    rows = load_configured_rows(cfg)
     evaluation = None
     if cfg.eval_dataset:
         eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)

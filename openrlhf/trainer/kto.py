@@ -15,7 +15,7 @@ from openrlhf.algorithms.metrics import SEQUENCE, STEP, MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.config import KTOConfig
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.datasets.sources import load_rows, load_training_rows
+from openrlhf.datasets.sources import load_configured_rows, load_rows
 from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
 from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel
@@ -143,7 +143,7 @@ class KTOTrainer(PreferenceTrainer):
 
 def _read_data(cfg: KTOConfig, tokenizer: Any) -> tuple[UnpairedDataset, UnpairedDataset | None]:
     assert cfg.dataset is not None
-    rows = load_training_rows(cfg)
+    rows = load_configured_rows(cfg)
     evaluation = None
     if cfg.eval_dataset:
         eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)

@@ -95,8 +95,7 @@ class PPOTrainer:
         self.sampling = training_sampling(cfg)
         self.evaluator = Evaluator(cfg, system.engines, eval_rows, console)
         self.checkpoints = PPOCheckpoints(cfg, system)
-        self.probe = list(probe)
-        self.weight_check = WeightCheck(cfg, system.engines, self.probe)
+        self.weight_check = WeightCheck(cfg, system.engines, probe)
         self.total_rollouts = derive(cfg, len(rows)).num_rollouts
         self.global_step = 0
         self._filter = DynamicFilter(*cfg.dynamic_filtering_reward_range) if cfg.dynamic_filtering else None
@@ -152,7 +151,7 @@ class PPOTrainer:
     def _sync_weights(self) -> dict[str, float]:
         """Give the engines the actor's weights, and make sure that they have them; metrics of both."""
         with self.console.phase("weight sync"):
-            sync = self.system.sync_weights(self.probe)
+            sync = self.system.sync_weights(self.weight_check.probe)
         return {"timing/sync_transfer": sync.seconds, **self.weight_check.run(sync.trainer_logprobs)}
 
     def _evaluate(self) -> None:

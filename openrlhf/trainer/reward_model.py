@@ -13,7 +13,7 @@ from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.config import RMConfig
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.datasets.sources import load_rows, load_training_rows
+from openrlhf.datasets.sources import load_configured_rows, load_rows
 from openrlhf.models.loading import check_model_folder, load_sequence_regression, load_tokenizer
 from openrlhf.models.logprobs import RewardModel, ScoreOutputs
 from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient
@@ -123,7 +123,7 @@ class RewardModelTrainer(PreferenceTrainer):
 
 def _read_data(cfg: RMConfig, tokenizer: Any) -> tuple[PreferenceDataset, PreferenceDataset]:
     assert cfg.dataset is not None
-    rows = load_training_rows(cfg)
+    rows = load_configured_rows(cfg)
     data = build_preference_dataset(rows, cfg, tokenizer, cfg.dataset)
     if cfg.eval_dataset:
         eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)

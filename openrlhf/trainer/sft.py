@@ -12,7 +12,7 @@ from openrlhf.algorithms.metrics import STEP, TOKEN, MetricSum
 from openrlhf.batching import MicroBatch, pack, plan_micro_batches
 from openrlhf.config import SFTConfig
 from openrlhf.datasets.sft import SFTDataset, SFTFormat, build_sft_dataset, check_sft_columns
-from openrlhf.datasets.sources import load_rows, load_training_rows
+from openrlhf.datasets.sources import load_configured_rows, load_rows
 from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.supervised import (
@@ -121,7 +121,7 @@ class SFTTrainer(SupervisedTrainer):
 
 def _read_data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SFTDataset, SFTDataset | None]:
     assert cfg.dataset is not None
-    rows = load_training_rows(cfg)
+    rows = load_configured_rows(cfg)
     style = SFTFormat.from_config(cfg)
     check_sft_columns(rows, style, cfg.dataset)
     evaluation = None

@@ -30,7 +30,7 @@ class WeightCheck:
     def __init__(self, cfg: PPOConfig, engines: EnginePool, probe: Sequence[int]) -> None:
         self._strict = cfg.param_dtype == "fp32"
         self._engines = engines
-        self._probe = list(probe)
+        self.probe = list(probe)
 
     def run(self, trainer: np.ndarray) -> dict[str, float]:
         """The metrics ``sync/logprob_diff_max`` and ``sync/logprob_diff_mean`` over all engines.
@@ -41,7 +41,7 @@ class WeightCheck:
         Raises:
             WeightMismatchError: see the class.
         """
-        engines = self._engines.prompt_logprobs(self._probe)
+        engines = self._engines.prompt_logprobs(self.probe)
         differences = np.abs(np.asarray(engines, dtype=np.float64) - trainer)
         worst = float(differences.max())
         if self._strict and not worst <= FP32_TOLERANCE:
