@@ -41,7 +41,7 @@ def test_the_number_alone_is_worth_most(response: str, reward: float) -> None:
     assert reply == {"rewards": [reward], "extra_logs": {"exact": [float(reward == 1.0)]}}
 
 
-def test_the_command_line_comes_to_forty_steps(tmp_path: Path) -> None:
+def test_the_command_line_comes_to_thirty_steps(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "data").mkdir()
     row = json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n"
@@ -55,7 +55,7 @@ def test_the_command_line_comes_to_forty_steps(tmp_path: Path) -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "rollouts: 40" in done.stdout
+    assert "rollouts: 30" in done.stdout
     assert "samples of a rollout: 8 prompts x 8 responses = 64" in done.stdout
 
 
