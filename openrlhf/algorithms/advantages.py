@@ -16,6 +16,8 @@ rewards of multi-turn episodes, which say where parts of that reward were earned
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +44,7 @@ class RolloutColumns:
         values: float ``[N]`` or None, critic values (of the state before each token).
         step_rewards: float ``[N]`` or None, the parts of ``rewards`` that were earned inside the sequence;
             the rest is earned at its end.
+        baselines: float ``[S]`` or None, reward of the greedy response to each sequence's prompt.
     """
 
     rewards: Tensor
@@ -51,6 +54,7 @@ class RolloutColumns:
     kl: Tensor | None = None
     values: Tensor | None = None
     step_rewards: Tensor | None = None
+    baselines: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class AdvantageSettings:
         kl_coef: weight of the KL penalty in the reward; 0 when the KL term is in the loss.
         reward_clip_range: bounds of the baseline-adjusted reward, or None.
         std_norm: whitening divides by the standard deviation (off: ``--no_advantage_std_norm``).
+        pass_k: responses of which ``pass_at_k`` counts the best.
     """
 
     gamma: float = 1.0
@@ -70,6 +75,7 @@ class AdvantageSettings:
     kl_coef: float = 0.0
     reward_clip_range: tuple[float, float] | None = None
     std_norm: bool = True
+    pass_k: int = 4
 
 
 @dataclass(frozen=True)
@@ -100,25 +106,28 @@ class EstimatorSpec:
     Attributes:
         needs_critic: ``values`` must be given.
         needs_group: has no learning signal with one sample a prompt.
+        needs_baseline: ``baselines`` must be given: every prompt gets a greedy response besides its samples.
         whiten: advantages are normalised over all action tokens afterwards.
     """
 
     function: Estimator
-    needs_critic: bool
-    needs_group: bool
-    whiten: bool
+    needs_critic: bool = False
+    needs_group: bool = False
+    needs_baseline: bool = False
+    whiten: bool = False
 
 
 ADVANTAGE_ESTIMATORS: Registry[EstimatorSpec] = Registry("advantage estimator", "--advantage_estimator")
 
 
-def register_advantage_estimator(
-    name: str, *, needs_critic: bool = False, needs_group: bool = False, whiten: bool = False
-) -> Callable[[Estimator], Estimator]:
-    """Make ``function(columns, settings) -> Advantages`` available as ``--advantage_estimator name``."""
+def register_advantage_estimator(name: str, **needs: bool) -> Callable[[Estimator], Estimator]:
+    """Make ``function(columns, settings) -> Advantages`` available as ``--advantage_estimator name``.
+
+    ``needs`` are the fields of :class:`EstimatorSpec`, all False where not given.
+    """
 
     def decorate(function: Estimator) -> Estimator:
-        ADVANTAGE_ESTIMATORS.add(name, EstimatorSpec(function, needs_critic, needs_group, whiten))
+        ADVANTAGE_ESTIMATORS.add(name, EstimatorSpec(function, **needs))
         return function
 
     return decorate
@@ -143,7 +152,7 @@ def compute_advantages(
 
     Raises:
         ValueError: unknown name, wrong shapes, a reward that is missing or not finite (with the sample
-            indices), or no critic values where the estimator needs them.
+            indices), or no critic values or baselines where the estimator needs them.
     """
     spec = ADVANTAGE_ESTIMATORS.get(estimator)
     _check_columns(estimator, spec, columns)
@@ -163,10 +172,10 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
     samples, tokens = columns.cu_seqlens.numel() - 1, columns.action_mask.numel()
     if int(columns.cu_seqlens[-1]) != tokens:
         raise ValueError(f"cu_seqlens ends at {int(columns.cu_seqlens[-1])}, but action_mask has {tokens} tokens")
-    for field in ("rewards", "group_ids"):
-        shape = tuple(getattr(columns, field).shape)
-        if shape != (samples,):
-            raise ValueError(f"{field} has shape {shape}, expected ({samples},): one entry a sequence")
+    for field in ("rewards", "group_ids", "baselines"):
+        column = getattr(columns, field)
+        if column is not None and column.shape != (samples,):
+            raise ValueError(f"{field} has shape {tuple(column.shape)}, expected ({samples},): one entry a sequence")
     if columns.action_mask.dtype != torch.bool:
         raise ValueError(f"action_mask must be bool, got {columns.action_mask.dtype}")
     for field in ("kl", "values", "step_rewards"):
@@ -182,13 +191,16 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
             raise ValueError(f"{field} is NaN or infinite on action tokens of samples {where[:20]}")
     if spec.needs_critic and columns.values is None:
         raise ValueError(f"--advantage_estimator {name} needs the critic's values, but none were given")
-    broken = (~columns.rewards.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        shown = {i: float(columns.rewards[i]) for i in broken[:10]}
-        raise ValueError(
-            f"{len(broken)} of {samples} rewards are missing or not finite; sample index: value = {shown}. "
-            "Check the reward function or server for these samples"
-        )
+    if spec.needs_baseline and columns.baselines is None:
+        raise ValueError(f"--advantage_estimator {name} needs the rewards of greedy responses, but none were given")
+    for field, rewards in (("rewards", columns.rewards), ("baselines", columns.baselines)):
+        broken = [] if rewards is None else (~rewards.isfinite()).nonzero().flatten().tolist()
+        if rewards is not None and broken:
+            shown = {i: float(rewards[i]) for i in broken[:10]}
+            raise ValueError(
+                f"{len(broken)} of {samples} {field} are missing or not finite; sample index: value = {shown}. "
+                "Check the reward function or server for these samples"
+            )
 
 
 # --- rewards of tokens ----------------------------------------------------------------------------
@@ -277,19 +289,40 @@ def group_statistics(rewards: Tensor, group_ids: Tensor, weights: Tensor | None 
 
 
 def _group_advantages(
-    columns: RolloutColumns,
-    settings: AdvantageSettings,
-    baseline: Tensor,
-    constant: Tensor,
-    scale: Tensor | None = None,
+    columns: RolloutColumns, settings: AdvantageSettings, outcomes: Tensor, constant: Tensor
 ) -> Advantages:
-    """Subtract a per-sample baseline from the reward, scale, clip, and give it to all tokens.
+    """Clip the baseline-adjusted rewards ``[S]`` and give them to all tokens.
 
     Where the rewards of a group are all equal there is nothing to learn: they become exactly 0.
     """
-    centred = columns.rewards.double() - baseline
-    outcomes = _clip(centred if scale is None else centred * scale, settings)
-    return _discounted(columns, settings, torch.where(constant, 0.0, outcomes), use_steps=False)
+    return _discounted(columns, settings, _clip(outcomes, settings).masked_fill(constant, 0.0), use_steps=False)
+
+
+@functools.cache
+def _subset_shares(count: int, k: int) -> Tensor:
+    """Shares among the ``k``-subsets of ``count`` ranked samples, float64 ``[3, count]``, by rank from the lowest.
+
+    Rows: of all subsets, those whose best is this rank; of the subsets that hold a given sample, those whose best
+    it is, and those whose best is this rank, where it is above the given one's.
+    """
+    ranks, holding = range(count), math.comb(count - 1, k - 1)
+    best = [math.comb(rank, k - 1) / math.comb(count, k) for rank in ranks]
+    own = [math.comb(rank, k - 1) / holding for rank in ranks]
+    above = [math.comb(rank - 1, k - 2) / holding if rank and k > 1 else 0.0 for rank in ranks]
+    return torch.tensor([best, own, above], dtype=torch.float64)
+
+
+def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
+    """How far subsets with each sample exceed all ``k``-subsets in their best reward, in deviations; ``[n]``."""
+    ordered, order = rewards.double().sort()
+    if k >= rewards.numel() or ordered[k - 1] == ordered[-1]:  # every subset has the same best
+        return torch.zeros_like(ordered)
+    best, own, above = _subset_shares(rewards.numel(), k)
+    mean = (best * ordered).sum()
+    std = (best * (ordered - mean) ** 2).sum().sqrt()
+    higher = above * ordered
+    expected = own * ordered + higher.flip(0).cumsum(0).flip(0) - higher
+    return torch.empty_like(ordered).index_copy_(0, order, (expected - mean) / (std + GROUP_STD_EPS))
 
 
 # --- recursions over action tokens ----------------------------------------------------------------
@@ -392,29 +425,34 @@ def flash_reinforce(columns: RolloutColumns, settings: AdvantageSettings) -> Adv
     correction gated by the sequence's ``binary_kl``. ``columns`` has to be the whole rollout.
     """
     batch = group_statistics(columns.rewards, torch.zeros_like(columns.group_ids))
-    return _group_advantages(columns, settings, batch.mean, batch.constant)
+    return _group_advantages(columns, settings, columns.rewards.double() - batch.mean, batch.constant)
+
+
+@register_advantage_estimator("remax", needs_baseline=True)
+def remax(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """ReMax: the baseline is the reward of the greedy response to the same prompt (arXiv:2310.10505)."""
+    assert columns.baselines is not None
+    outcomes = columns.rewards.double() - columns.baselines.double()
+    return _group_advantages(columns, settings, outcomes, outcomes == 0)
 
 
 @register_advantage_estimator("reinforce_baseline", needs_group=True, whiten=True)
-def reinforce_baseline(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
-    """REINFORCE++ with the group's mean reward as baseline, then global whitening (arXiv:2501.03262)."""
+@register_advantage_estimator("dr_grpo", needs_group=True)
+def group_mean(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """The group's mean is subtracted, nothing is divided: Dr. GRPO (arXiv:2503.20783).
+
+    With global whitening afterwards: REINFORCE++ with a baseline (arXiv:2501.03262).
+    """
     group = group_statistics(columns.rewards, columns.group_ids)
-    return _group_advantages(columns, settings, group.mean, group.constant)
+    return _group_advantages(columns, settings, columns.rewards.double() - group.mean, group.constant)
 
 
 @register_advantage_estimator("group_norm", needs_group=True)
 def group_norm(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """GRPO: ``(r - mean) / (std + 1e-9)`` in the group, sample standard deviation (arXiv:2402.03300)."""
     group = group_statistics(columns.rewards, columns.group_ids)
-    scale = 1.0 / (group.std + GROUP_STD_EPS)
-    return _group_advantages(columns, settings, group.mean, group.constant, scale)
-
-
-@register_advantage_estimator("dr_grpo", needs_group=True)
-def dr_grpo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
-    """Dr. GRPO: the group's mean is subtracted, nothing is divided (arXiv:2503.20783)."""
-    group = group_statistics(columns.rewards, columns.group_ids)
-    return _group_advantages(columns, settings, group.mean, group.constant)
+    outcomes = (columns.rewards.double() - group.mean) / (group.std + GROUP_STD_EPS)
+    return _group_advantages(columns, settings, outcomes, group.constant)
 
 
 @register_advantage_estimator("rloo", needs_group=True)
@@ -422,7 +460,7 @@ def rloo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """Leave-one-out: the baseline is the mean of the group's *other* rewards (arXiv:2402.14740)."""
     group = group_statistics(columns.rewards, columns.group_ids)
     others = (group.mean * group.count - columns.rewards.double()) / (group.count - 1).clamp(min=1)
-    return _group_advantages(columns, settings, others, group.constant)
+    return _group_advantages(columns, settings, columns.rewards.double() - others, group.constant)
 
 
 @register_advantage_estimator("opo", needs_group=True)
@@ -430,4 +468,18 @@ def opo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """OPO: the baseline is the group's mean reward weighted by response length (arXiv:2505.23585)."""
     lengths = sequence_sum(columns.action_mask.double(), columns.cu_seqlens)
     group = group_statistics(columns.rewards, columns.group_ids, weights=lengths)
-    return _group_advantages(columns, settings, group.mean, group.constant)
+    return _group_advantages(columns, settings, columns.rewards.double() - group.mean, group.constant)
+
+
+@register_advantage_estimator("pass_at_k", needs_group=True)
+def pass_at_k(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
+    """Pass@k training: ``k`` responses together earn the best one's reward (arXiv:2508.10751).
+
+    A response's advantage is the mean over all subsets of ``k`` responses that hold it, each normalised by mean and
+    standard deviation over all subsets of the group; in closed form, and for rewards of any values.
+    """
+    outcomes = torch.zeros_like(columns.rewards, dtype=torch.float64)
+    for group in columns.group_ids.unique():
+        members = columns.group_ids == group
+        outcomes[members] = _best_of_subsets(columns.rewards[members], settings.pass_k)
+    return _group_advantages(columns, settings, outcomes, outcomes == 0)

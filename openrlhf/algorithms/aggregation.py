@@ -74,8 +74,3 @@ def aggregate(per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, mode: str, de
     if mode == "seq-mean-token-sum-norm":
         return zero_masked(per_token, mask).sum() / (sequences * denominators.constant)
     raise ValueError(f"unknown loss aggregation {mode!r} (--loss_agg_mode); known: {', '.join(LOSS_AGG_MODES)}")
-
-
-def aggregate_sequences(per_sequence: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """Contribution to the step's mean over sequences or pairs: ``per_sequence[S]``, bool ``mask[S]``."""
-    return zero_masked(per_sequence, mask).sum() / max(denominators.sequences, 1)

@@ -1,23 +1,9 @@
-"""Changes to the scalar reward of a sample, in the order of use: model normalisation, length penalties.
-
-The group baseline and the clip come afterwards, in ``advantages``.
-"""
+"""Length penalties on the scalar reward of a sample, before the baseline and the clip of ``advantages``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def normalize_scores(scores: Tensor, mean: float, std: float) -> Tensor:
-    """``(scores - mean) / std`` with the statistics stored beside the reward model (``--normalize_reward``).
-
-    Raises:
-        ValueError: the stored standard deviation is not positive.
-    """
-    if not std > 0:
-        raise ValueError(f"the reward model's stored std is {std}; --normalize_reward needs a positive one")
-    return (scores - mean) / std
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: float, factor: float) -> Tensor:

@@ -30,18 +30,6 @@ class SequenceCost:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
             raise ValueError(f"cost coefficients must be >= 0 and not both 0, got {self}")
 
-    @classmethod
-    def for_model(cls, parameters: int, layers: int, attention_width: int) -> SequenceCost:
-        """Forward FLOPs of a causal transformer (multiply and add counted as two).
-
-        Args:
-            parameters: weights that every token passes through (for a mixture of experts: the active ones).
-            layers: attention layers.
-            attention_width: query heads times head size.
-        """
-        # scores and weighted sum: 2 * 2 * L^2 * width, halved by the causal mask
-        return cls(linear=2.0 * parameters, quadratic=2.0 * layers * attention_width)
-
     def __call__(self, length: int) -> float:
         return self.linear * length + self.quadratic * length * length
 

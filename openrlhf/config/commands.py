@@ -263,6 +263,36 @@ class BatchInferenceConfig(LoadOptions, InputOptions, ValueHeadOptions):
     zero_stage: int = flag(0, "see DeepSpeed", since="old", no_effect="the model runs whole on one device")
 
 
+@dataclass(kw_only=True)
+class RewardTestConfig(InputOptions):
+    """reward: try a reward function or server on rows of data, or on rollouts."""
+
+    title: ClassVar[str] = "Reward test"
+
+    task: str | None = flag(
+        None,
+        "test scores samples and tells of their distribution, latency, failures and worst rows; also the first word "
+        "after the command",
+        choices=("test",),
+        since="new",
+    )
+    remote_rm_url: str | None = redefault(RewardOptions, "remote_rm_url", None)
+    load_rollouts: str | None = flag(
+        None, "score the samples of this dump of train_ppo_ray (folder or file), instead of a dataset", since="new"
+    )
+    dataset: str | None = flag(None, "sources of prompts, responses and labels, separated by commas", "data.dataset")
+    dataset_split: str = redefault(SupervisedDataOptions, "dataset_split", "train")
+    output_key: str | None = flag(
+        None, "column with the response; the label itself if not given, which should be rewarded", "data.output_key"
+    )
+    label_key: str | None = redefault(PromptDataOptions, "label_key", None)
+    pretrain: str | None = flag(None, "model whose tokenizer has the chat template", "actor.model_name_or_path")
+    apply_chat_template: bool = redefault(DataOptions, "apply_chat_template", False)
+    input_template: str | None = redefault(DataOptions, "input_template", None)
+    max_samples: int = redefault(DataOptions, "max_samples", 64)
+    worst_rows: int = flag(5, "samples with the lowest rewards to show", since="new")
+
+
 CommandConfig = (
     SFTConfig
     | RMConfig
@@ -273,6 +303,7 @@ CommandConfig = (
     | LoraCombinerConfig
     | ConvertConfig
     | BatchInferenceConfig
+    | RewardTestConfig
 )
 
 
@@ -344,5 +375,11 @@ COMMANDS: dict[str, Command] = {
         "Write responses to prompts, or the scores of a reward model, to a file.",
         "--eval_task generate_vllm --pretrain ./sft --dataset ./prompts.jsonl --input_key question \\\n"
         "    --best_of_n 4 --max_new_tokens 512 --output_path ./responses.jsonl",
+    ),
+    "reward": Command(
+        RewardTestConfig,
+        "Try a reward function or server: distribution, latency, failures and worst rows.",
+        "--task test --remote_rm_url ./reward.py --dataset ./prompts.jsonl --input_key question \\\n"
+        "    --output_key answer --label_key answer --max_samples 100",
     ),
 }

@@ -141,6 +141,9 @@ def prompt_limit(cfg: PPOConfig) -> int:
 
 def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
     """GPUs of each role that exists, and of the whole job."""
+    engines = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
+    if cfg.rollout_only:
+        return {"engines": engines}, engines
     gpus = {"actor": cfg.actor_num_nodes * cfg.actor_num_gpus_per_node}
     if cfg.init_kl_coef > 0:
         gpus["ref"] = cfg.ref_num_nodes * cfg.ref_num_gpus_per_node
@@ -148,7 +151,8 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
         gpus["critic"] = cfg.critic_num_nodes * cfg.critic_num_gpus_per_node
     if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
         gpus["reward"] = cfg.reward_num_nodes * cfg.reward_num_gpus_per_node
-    gpus["engines"] = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
+    if not cfg.load_rollouts:
+        gpus["engines"] = engines
     guests: set[str] = set()
     if cfg.colocate_all_models:
         guests = {"ref", "critic", "reward"} | (set() if cfg.async_train else {"engines"})

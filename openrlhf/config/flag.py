@@ -32,6 +32,7 @@ class FlagInfo:
             "old" for those that were removed before 0.9.10, "new" for those of this project.
         no_effect: why a value other than the default changes nothing; empty for flags that do something.
         min_values: fewest values of a flag that takes several (None: exactly as many as the type has).
+        verbatim: a text in brackets is that text, not a list.
     """
 
     help: str
@@ -44,6 +45,7 @@ class FlagInfo:
     since: str = "0.9"
     no_effect: str = ""
     min_values: int | None = None
+    verbatim: bool = False
 
 
 def flag(
@@ -58,6 +60,7 @@ def flag(
     since: str = "0.9",
     no_effect: str = "",
     min_values: int | None = None,
+    verbatim: bool = False,
 ) -> Any:
     """Declare a flag; the result is a dataclass field. See `FlagInfo` for the arguments."""
     info = FlagInfo(
@@ -71,6 +74,7 @@ def flag(
         since=since,
         no_effect=no_effect,
         min_values=min_values,
+        verbatim=verbatim,
     )
     return _field(default, info)
 

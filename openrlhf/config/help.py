@@ -33,6 +33,7 @@ GROUP_ORDER = (
     "Merging",
     "Conversion",
     "Batch inference",
+    "Reward test",
 )
 COLUMN = 34
 

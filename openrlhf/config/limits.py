@@ -72,8 +72,8 @@ LIMITS: dict[str, Limit] = {
             "n_samples_per_prompt max_new_tokens generate_max_len prompt_max_len num_episodes "
             "rollout_batch_size vllm_generate_batch_size micro_rollout_batch_size train_max_tokens_per_gpu "
             "rollout_max_tokens_per_gpu async_queue_size dynamic_filtering_max_rounds "
-            "eval_n_samples_per_prompt batch_size critic_muon_ns_steps workers queue_size max_body_mib "
-            "convert_workers best_of_n tp_size max_num_seqs micro_batch_size"
+            "eval_n_samples_per_prompt pass_k batch_size critic_muon_ns_steps workers queue_size max_body_mib "
+            "convert_workers worst_rows best_of_n tp_size max_num_seqs micro_batch_size"
         ).split(),
         COUNT,
     ),
@@ -82,7 +82,7 @@ LIMITS: dict[str, Limit] = {
         (
             "learning_rate actor_learning_rate critic_learning_rate muon_lr critic_muon_lr adam_eps "
             "critic_adam_eps temperature max_ckpt_mem kl_target kl_horizon value_clip beta start_timeout "
-            "rollout_timeout vllm_cpu_kvcache_gib overlong_buffer_len repetition_penalty"
+            "rollout_timeout vllm_cpu_kvcache_gib dump_max_gib overlong_buffer_len repetition_penalty"
         ).split(),
         POSITIVE,
     ),
@@ -107,6 +107,8 @@ LIMITS: dict[str, Limit] = {
     "label_smoothing": Limit(0, 0.5, high_open=True),
     "top_p": Limit(0, 1, low_open=True),
     "top_k": Limit(1, also=(-1, 0)),
+    "min_p": SHARE,
+    "stop_token_ids": NOT_NEGATIVE,
     "vllm_gpu_memory_utilization": Limit(0, 1, low_open=True),
     "stop_properly_penalty_coef": Limit(high=1),
     "freezing_actor_steps": Limit(-1),
@@ -129,7 +131,7 @@ def check_limits(cfg: Any) -> Iterator[Violation]:
         value = flag_value(cfg, flag)
         if value is None or _follows(cfg, flag, value):
             continue
-        numbers = value if isinstance(value, tuple) else (value,)
+        numbers = value if isinstance(value, tuple | list) else (value,)
         wrong = [n for n in numbers if n not in limit or (math.isinf(n) and flag not in MAY_BE_INFINITE)]
         if wrong:
             yield Violation(flag, f"is {show_value(value)}", f"must be {limit}")

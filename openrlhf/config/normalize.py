@@ -27,7 +27,7 @@ from openrlhf.config.values import show_value
 OLD_PROMPT_MAX_LEN = 1024
 OLD_GENERATE_MAX_LEN = 1024
 # In these, a discount other than 1 has no meaning: a response has one reward, compared within a group.
-UNDISCOUNTED_ESTIMATORS = (*GROUP_ESTIMATORS, "flash_reinforce")
+UNDISCOUNTED_ESTIMATORS = (*GROUP_ESTIMATORS, "flash_reinforce", "remax")
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
 _RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "exp", "train_kto": "kto", "train_ppo_ray": "ppo"}
 
@@ -96,6 +96,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
         _correction(changer, cfg)
         _critic(changer, cfg)
         _batches(changer, cfg)
+        _half_run(changer, cfg)
         _placement(changer, cfg)
         _algorithm(changer, cfg)
     if not isinstance(cfg, ServeRMConfig):
@@ -231,6 +232,19 @@ def _placement(changer: _Changer, cfg: PPOConfig) -> None:
         changer.set("vllm_num_engines", gpus // size, "--colocate_all_models", note)
 
 
+def _half_run(changer: _Changer, cfg: PPOConfig) -> None:
+    """With --rollout_only there are only engines, with --load_rollouts there are none: nobody takes turns."""
+    if not cfg.load_rollouts and not cfg.rollout_only:
+        return
+    mode = "--load_rollouts" if cfg.load_rollouts else "--rollout_only"
+    for flag in ("vllm_enable_sleep", "deepspeed_enable_sleep"):
+        changer.set(flag, False, mode, f"--{flag} changes nothing: with {mode} the GPUs are not shared in turns")
+    if cfg.load_rollouts and (cfg.eval_steps > 0 or cfg.eval_before_train):
+        note = "nothing is evaluated: --load_rollouts starts no engines"
+        changer.set("eval_steps", -1, mode, note)
+        changer.set("eval_before_train", False, mode, "" if cfg.eval_steps > 0 else note)
+
+
 def _same_size(changer: _Changer, role: str, leader: str, reason: str) -> None:
     """Models on shared GPUs are equally large; the one nobody gave a size takes the other's."""
     for part in ("num_nodes", "num_gpus_per_node"):
@@ -252,6 +266,11 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         changer.note(
             f"--freezing_actor_steps {cfg.freezing_actor_steps}: nothing is trained in these steps, "
             f"since {estimator} has no critic"
+        )
+    if cfg.enable_vllm_is_correction and (cfg.top_p < 1 or cfg.top_k > 0 or cfg.min_p > 0):
+        changer.note(
+            "--enable_vllm_is_correction compares probabilities among all tokens with those among the tokens that "
+            "--top_p, --top_k or --min_p left to sample from: the ratios have a bias"
         )
     if cfg.normalize_reward and not cfg.reward_pretrain:
         changer.note("--normalize_reward changes nothing: only reward models have a stored mean and std")

@@ -16,8 +16,10 @@ ESTIMATORS = (
     "dr_grpo",
     "opo",
     "flash_reinforce",
+    "remax",
+    "pass_at_k",
 )
-GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo")
+GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo", "pass_at_k")
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "sapo")
 # These average over sequences, whatever loss_agg_mode says.
 SEQUENCE_LOSSES = ("gspo", "gmpo")
@@ -70,6 +72,9 @@ class AlgorithmOptions(OptionGroup):
         "algo.advantage.estimator",
         choices=ESTIMATORS,
         extensible=True,
+    )
+    pass_k: int = flag(
+        4, "responses that advantage_estimator pass_at_k rewards together by the best of them", since="new"
     )
     gamma: float = flag(1.0, "discount of later rewards", "algo.advantage.gamma")
     lambd: float = flag(1.0, "lambda of gae", "algo.advantage.lambd")

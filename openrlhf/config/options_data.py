@@ -13,7 +13,10 @@ class DataOptions(OptionGroup):
     title: ClassVar[str] = "Data"
 
     eval_dataset: str | None = flag(
-        None, "sources to evaluate on, separated by commas and never mixed by probability", "eval.dataset"
+        None,
+        "sources to evaluate on, separated by commas and never mixed by probability; in PPO name=source gives a set a "
+        "name in the metrics",
+        "eval.dataset",
     )
     eval_split: str = flag("train", "split of each evaluation source", "eval.split")
     eval_steps: int = flag(-1, "evaluate every N global steps; -1 means once an epoch, and never in PPO", "eval.steps")

@@ -82,6 +82,15 @@ class SamplingOptions(OptionGroup):
     temperature: float = flag(1.0, "sampling temperature; log-probs of the policy use it too", "rollout.temperature")
     top_p: float = flag(1.0, "sample from the likeliest tokens with this total probability", "rollout.top_p")
     top_k: int = flag(-1, "sample from this many likeliest tokens; -1 sets no limit", since="new")
+    min_p: float = flag(
+        0.0, "sample only from tokens that have this share of the likeliest one's probability; 0 is off", since="new"
+    )
+    stop_strings: list[str] | None = flag(
+        None, "texts that end a response; they belong to it", since="new", verbatim=True
+    )
+    stop_token_ids: list[int] | None = flag(
+        None, "ids of tokens that end a response besides the model's end-of-sequence tokens", since="new"
+    )
     max_new_tokens: int | None = flag(
         None,
         "tokens of a response; what max_len leaves after the prompt if not given",
@@ -122,6 +131,16 @@ class RolloutOptions(OptionGroup):
         "with async_train, go on with unfinished responses after a weight sync",
         "train.partial_rollout_enable",
     )
+    dump_rollouts: str | None = flag(
+        None, "folder that gets every rollout and evaluation as a JSON-lines file", since="new"
+    )
+    dump_max_gib: float = flag(
+        16.0, "GiB of that folder: the oldest steps are removed (with rollout_only the run stops)", since="new"
+    )
+    load_rollouts: str | None = flag(
+        None, "folder or file of dump_rollouts: train on these rollouts, without engines", since="new"
+    )
+    rollout_only: bool = flag(False, "write the rollouts of pretrain to dump_rollouts, and train nothing", since="new")
     rollout_timeout: float = flag(3600.0, "seconds that one rollout may take", since="new")
     dynamic_filtering: bool = flag(
         False,

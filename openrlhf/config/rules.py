@@ -15,6 +15,7 @@ from openrlhf.config.commands import (
     KTOConfig,
     LoraCombinerConfig,
     PPOConfig,
+    RewardTestConfig,
     RMConfig,
     ServeRMConfig,
     SFTConfig,
@@ -59,6 +60,8 @@ def validate(command: str, cfg: Any, explicit: frozenset[str] = frozenset(), wor
         violations += _check_conversion(cfg)
     if isinstance(cfg, BatchInferenceConfig):
         violations += _check_batch_inference(cfg)
+    if isinstance(cfg, RewardTestConfig):
+        violations += _check_reward_test(cfg)
     if isinstance(cfg, SupervisedOptions):
         violations += _check_supervised(cfg)
         if not BATCH_FLAGS & {violation.flag for violation in violations}:
@@ -95,6 +98,9 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
         needed["pretrain"] = "the model: a local folder or a hub id"
         needed["dataset"] = "data: a file, a folder or a hub id"
         needed["output_path"] = "a file for the result"
+    if isinstance(cfg, RewardTestConfig):
+        needed["task"] = "test"
+        needed["remote_rm_url"] = "a .py file that defines reward_func, or URLs"
     for flag, what in needed.items():
         if not getattr(cfg, flag):
             yield Violation(flag, "is missing", f"give {what}")
@@ -103,6 +109,21 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
 def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
     if cfg.ckpt_path and not Path(cfg.ckpt_path).expanduser().is_dir():
         yield Violation("ckpt_path", f"there is no folder {cfg.ckpt_path} here ({os.getcwd()})", "check the path")
+
+
+def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
+    for source in parse_sources(cfg.dataset) if cfg.dataset else []:
+        yield from _check_source("dataset", source)
+    if bool(cfg.dataset) == bool(cfg.load_rollouts):
+        yield Violation("dataset", "one source of samples is needed", "give either --dataset or --load_rollouts")
+    elif cfg.dataset and not (cfg.output_key or cfg.label_key):
+        yield Violation(
+            "output_key", "is missing", "name the column with the responses, or with --label_key the labels"
+        )
+    if cfg.load_rollouts and not Path(cfg.load_rollouts).expanduser().exists():
+        yield Violation("load_rollouts", f"there is no {cfg.load_rollouts} here ({os.getcwd()})", "check the path")
+    if cfg.apply_chat_template and not cfg.pretrain:
+        yield Violation("pretrain", "is missing: the chat template is a tokenizer's", "name the model")
 
 
 def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
@@ -177,8 +198,11 @@ def _check_data(cfg: DataOptions) -> Iterator[Violation]:
         training = ("dataset", "dataset_split", "dataset_probs")
     data_flag, split_flag, probs_flag = training
     for flag, split in ((data_flag, split_flag), ("eval_dataset", "eval_split")):
-        text = getattr(cfg, flag)
-        for source in parse_sources(text) if text else []:
+        sources = parse_sources(getattr(cfg, flag)) if getattr(cfg, flag) else []
+        names = [source.name for source in sources if source.name is not None]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield Violation(flag, f"two sources are called {name}", "give each a name of its own")
+        for source in sources:
             yield from _check_source(flag, source)
             if source.is_file and getattr(cfg, split) != "train":
                 problem = f"{getattr(cfg, split)!r} isn't in {source.path}: a single file has only the split train"

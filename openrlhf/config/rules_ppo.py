@@ -32,6 +32,8 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     yield from _check_groups(cfg)
     yield from _check_correction(cfg, explicit)
     yield from _check_async(cfg)
+    yield from _check_dumps(cfg)
+    yield from _check_stops(cfg)
     yield from _check_images(cfg)
     if not _ARITHMETIC & set(broken):
         yield from _check_lengths(cfg, explicit)
@@ -118,6 +120,13 @@ def _check_groups(cfg: PPOConfig) -> Iterator[Violation]:
             "nothing to compare: every advantage would be 0",
             "use 2 or more, or --advantage_estimator reinforce or gae",
         )
+    elif estimator == "pass_at_k" and cfg.pass_k >= n:
+        yield Violation(
+            "pass_k",
+            f"pass_at_k compares subsets of {cfg.pass_k} responses, and --n_samples_per_prompt {n} has no two that "
+            "differ",
+            f"use --pass_k {n - 1} or less, or more responses",
+        )
     elif n == 1 and cfg.dynamic_filtering:
         yield Violation(
             "n_samples_per_prompt",
@@ -180,6 +189,30 @@ def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
             f"{cfg.rollout_batch_size} can use",
             "use at most as many, or --async_train",
         )
+
+
+def _check_dumps(cfg: PPOConfig) -> Iterator[Violation]:
+    if cfg.rollout_only and not cfg.dump_rollouts:
+        yield Violation("rollout_only", "writes rollouts, but nowhere", "name a folder with --dump_rollouts")
+    for flag in ("load_rollouts", "load_checkpoint", "async_train"):
+        if cfg.rollout_only and getattr(cfg, flag):
+            yield Violation("rollout_only", f"has no model to train, which --{flag} is about", f"leave out --{flag}")
+    if cfg.load_rollouts:
+        if not Path(cfg.load_rollouts).expanduser().exists():
+            yield Violation("load_rollouts", f"there is no {cfg.load_rollouts} here ({os.getcwd()})", "check the path")
+        if cfg.async_train:
+            yield Violation("load_rollouts", "has nothing to generate while it trains", "leave out --async_train")
+    if cfg.dump_rollouts and not cfg.load_checkpoint and any(Path(cfg.dump_rollouts).glob("rollout_step_*.jsonl")):
+        yield Violation(
+            "dump_rollouts",
+            f"{cfg.dump_rollouts} has the rollouts of another run, and they would be mixed up",
+            "name another folder, remove that one, or go on with that run by --load_checkpoint",
+        )
+
+
+def _check_stops(cfg: PPOConfig) -> Iterator[Violation]:
+    if "" in (cfg.stop_strings or ()):
+        yield Violation("stop_strings", "an empty text ends every response at once", "write texts with characters")
 
 
 def _check_images(cfg: PPOConfig) -> Iterator[Violation]:
@@ -267,7 +300,8 @@ def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
         pairs = [(role, "actor") for role, exists in roles if exists]
         engine_gpus = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
         actor_gpus = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
-        if not cfg.async_train and engine_gpus != actor_gpus:
+        together = not (cfg.async_train or cfg.load_rollouts or cfg.rollout_only)
+        if together and engine_gpus != actor_gpus:
             yield Violation(
                 flag,
                 f"the policy has {actor_gpus} GPUs, but {cfg.vllm_num_engines} engines x "

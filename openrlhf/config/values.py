@@ -29,7 +29,7 @@ def convert(spec: FlagSpec, raw: Any) -> Any:
         return _convert_one(spec, raw)
     if _is_none(spec, raw):
         return None
-    values = _as_list(raw)
+    values = _as_list(raw) if not spec.info.verbatim else list(raw) if isinstance(raw, list | tuple) else [raw]
     if spec.count == 0:
         return [_convert_one(spec, value) for value in values]
     fewest = spec.info.min_values or spec.count

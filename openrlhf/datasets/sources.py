@@ -52,8 +52,8 @@ def load_rows(
     """Rows of all sources, one after another or mixed.
 
     Args:
-        sources: ``path[@data_dir], ...`` with paths of .json, .jsonl, .csv, .parquet or .arrow files, of folders, or
-            hub ids. Local data is read without the network.
+        sources: ``[name=]path[@data_dir], ...`` with paths of .json, .jsonl, .csv, .parquet or .arrow files, of
+            folders, or hub ids. Local data is read without the network. A name becomes the column ``datasource``.
         split: name of a split, also a slice of it (``train[:5%]``, ``train[100:200]``).
         probabilities: one for each source, summing to 1: rows are drawn at random until the last source is used
             up, smaller sources repeat. None: sources follow each other.
@@ -76,6 +76,9 @@ def load_rows(
             rows = rows.select(range(min(max_samples, len(rows))))
         if len(rows) == 0:
             raise DataError(f"data source {source.path!r} has no rows (split {split!r})")
+        if source.name is not None:
+            named = rows.remove_columns([c for c in rows.column_names if c == "datasource"])
+            rows = named.add_column("datasource", [source.name] * len(rows))
         parts.append(rows)
     try:
         if len(parts) == 1:

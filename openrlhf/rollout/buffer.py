@@ -113,6 +113,7 @@ def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
             "label": item.label,
             "metadata": dict(item.metadata),
             "epoch": item.epoch,
+            "greedy_baseline": item.greedy_baseline,
         },
         "trajectories": [trajectory.to_dict(lists=lists) for trajectory in group.trajectories],
         "failures": [
@@ -120,14 +121,17 @@ def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
             for f in group.failures
         ],
         "prompt_truncated": group.prompt_truncated,
+        "baseline": None if group.baseline is None else group.baseline.to_dict(lists=lists),
     }
 
 
 def group_from_dict(data: Mapping[str, Any]) -> Group:
     """Builds a group from `group_to_dict` output."""
+    baseline = data.get("baseline")
     return Group(
         item=PromptItem(**data["item"]),
         trajectories=tuple(Trajectory.from_dict(entry) for entry in data["trajectories"]),
         failures=tuple(EpisodeFailure(**entry) for entry in data["failures"]),
         prompt_truncated=data["prompt_truncated"],
+        baseline=None if baseline is None else Trajectory.from_dict(baseline),
     )

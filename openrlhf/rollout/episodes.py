@@ -56,6 +56,7 @@ class PromptItem:
         label: raw value of the label column.
         metadata: further columns, such as datasource.
         epoch: pass over the data, part of the seeds of its samples.
+        greedy_baseline: besides the samples, one greedy response is wanted for its reward (ReMax).
     """
 
     prompt_id: int
@@ -65,6 +66,7 @@ class PromptItem:
     label: Any = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     epoch: int = 0
+    greedy_baseline: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,18 +148,23 @@ class EpisodeFailure:
 
 @dataclass(frozen=True)
 class Group:
-    """The finished samples of one prompt, in the order of their indices; lost ones are under `failures`."""
+    """The finished samples of one prompt, in the order of their indices; lost ones are under `failures`.
+
+    `baseline` is the greedy response if the prompt asks for one: rewarded, never trained on.
+    """
 
     item: PromptItem
     trajectories: tuple[Trajectory, ...]
     failures: tuple[EpisodeFailure, ...] = ()
     prompt_truncated: bool = False
+    baseline: Trajectory | None = None
 
 
 async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: EpisodeSpec) -> Group:
-    """Runs `n` episodes of one prompt side by side.
+    """Runs `n` episodes of one prompt side by side, and a greedy one if the prompt asks for it.
 
-    Every sample keeps its own prompt, label and index, whatever the order of completion.
+    Every sample keeps its own prompt, label and index, whatever the order of completion. Without the greedy
+    response that they are compared with, samples are worth nothing: where that one is lost, so is the group.
 
     Raises:
         EngineError: the engine failed.
@@ -172,18 +179,23 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
         failures = tuple(EpisodeFailure(item.prompt_id, index, "long_prompt", message) for index in range(n))
         return Group(item, (), failures)
     fitted_item = replace(item, token_ids=list(item.token_ids[-spec.longest_prompt :]))
-    tasks = [asyncio.ensure_future(_guarded_episode(fitted_item, index, engine, spec)) for index in range(n)]
+    specs = [spec] * n + [replace(spec, sampling=_greedy(spec.sampling))] * item.greedy_baseline
+    tasks = [asyncio.ensure_future(_guarded_episode(fitted_item, i, engine, own)) for i, own in enumerate(specs)]
     try:
         outcomes = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    return Group(
-        item,
-        tuple(outcome for outcome in outcomes if isinstance(outcome, Trajectory)),
-        tuple(outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure)),
-        prompt_truncated=too_long,
-    )
+    baseline = outcomes[n] if item.greedy_baseline else None
+    lost = tuple(outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure))
+    if isinstance(baseline, EpisodeFailure):
+        return Group(item, (), lost, prompt_truncated=too_long)
+    samples = tuple(outcome for outcome in outcomes[:n] if isinstance(outcome, Trajectory))
+    return Group(item, samples, lost, prompt_truncated=too_long, baseline=baseline)
+
+
+def _greedy(sampling: SamplingParams) -> SamplingParams:
+    return replace(sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, logprobs=False)
 
 
 def sample_name(item: PromptItem, index: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from openrlhf.rollout.rewards.builtin import plain_answer
 from openrlhf.rollout.trajectory import Trajectory
 
 DEFAULT_SOURCE = "default"
@@ -75,12 +77,14 @@ def _extra_log_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def eval_metrics(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]:
     """Returns the metrics of an evaluation with `n` samples per prompt; {} for no samples.
 
-    For each datasource: `eval_<source>_pass<n>` (mean over groups of the best reward), `eval_<source>_pass1`
-    (mean over samples), `eval_<source>_response_length_mean` and `eval_<source>_truncated_rate`; and the last
-    two and `eval_num_samples` over everything. They depend neither on the batch size nor on the order.
+    For each datasource, under `eval_<source>_`: `pass<k>` for n and the powers of two below (see `best_of`),
+    `mean<n>` over all samples with `mean<n>_ci95` (half of the 95 % interval: 1.96 standard errors of the prompts'
+    means, since samples of one prompt are not independent; for two prompts and more), `maj<n>` (see
+    `majority_reward`; for n > 1), `response_length_mean` and `truncated_rate`; and the last two and
+    `eval_num_samples` over everything. They depend neither on the batch size nor on the order.
 
     Raises:
-        ValueError: a sample has no reward.
+        ValueError: a sample has no reward, or a prompt not `n` samples.
     """
     if not trajectories:
         return {}
@@ -91,12 +95,45 @@ def eval_metrics(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]
             )
     metrics: dict[str, float] = {}
     for source, own in _by_source(trajectories).items():
-        metrics[f"eval_{source}_pass{n}"] = float(np.mean([_rewards(group).max() for group in _groups(own)]))
-        metrics[f"eval_{source}_pass1"] = float(_rewards(own).mean())
-        metrics.update(_length_metrics(f"eval_{source}", own))
+        prefix, groups = f"eval_{source}", _groups(own)
+        for group in groups:
+            if len(group) != n:
+                raise ValueError(f"evaluation prompt {group[0].prompt_id} has {len(group)} samples, not {n}")
+        for k in sorted({n, *(2**power for power in range(n.bit_length()))}):
+            metrics[f"{prefix}_pass{k}"] = float(np.mean([best_of(_rewards(group), k) for group in groups]))
+        means = np.array([_rewards(group).mean() for group in groups])
+        metrics[f"{prefix}_mean{n}"] = float(means.mean())
+        if len(groups) > 1:
+            metrics[f"{prefix}_mean{n}_ci95"] = float(1.96 * means.std(ddof=1) / math.sqrt(len(groups)))
+        if n > 1:
+            metrics[f"{prefix}_maj{n}"] = float(np.mean([majority_reward(group) for group in groups]))
+        metrics.update(_length_metrics(prefix, own))
     metrics.update(_length_metrics("eval", trajectories))
     metrics["eval_num_samples"] = float(len(trajectories))
     return metrics
+
+
+def best_of(rewards: Sequence[float] | np.ndarray, k: int) -> float:
+    """The best reward among `k` of the samples, averaged over all choices of `k`: unbiased, whatever their number.
+
+    For rewards 0 and 1 with `c` right ones of `n` it is `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021,
+    arXiv:2107.03374).
+    """
+    ordered = sorted(map(float, rewards))
+    shares = [math.comb(rank, k - 1) / math.comb(len(ordered), k) for rank in range(len(ordered))]
+    return math.fsum(share * reward for share, reward in zip(shares, ordered, strict=True))
+
+
+def majority_reward(group: Sequence[Trajectory]) -> float:
+    """The mean reward of the samples that give the most frequent answer; of tied answers, the mean.
+
+    Answers are compared as numbers or as text without layout; see `plain_answer`.
+    """
+    votes: dict[object, list[Trajectory]] = {}
+    for trajectory in group:
+        votes.setdefault(plain_answer(str(trajectory.metadata.get("response", ""))), []).append(trajectory)
+    most = max(map(len, votes.values()))
+    return float(np.mean([_rewards(samples).mean() for samples in votes.values() if len(samples) == most]))
 
 
 def _length_metrics(prefix: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.engines.pool import EnginePool
+from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.episodes import EpisodeFailure, PromptItem
 from openrlhf.rollout.metrics import eval_metrics
 from openrlhf.rollout.protocol import SamplingParams
@@ -23,6 +24,9 @@ def eval_sampling(cfg: PPOConfig) -> SamplingParams:
         temperature=cfg.eval_temperature,
         top_p=cfg.top_p,
         top_k=cfg.top_k,
+        min_p=cfg.min_p,
+        stop=tuple(cfg.stop_strings or ()),
+        stop_token_ids=tuple(cfg.stop_token_ids or ()),
         max_tokens=cfg.max_new_tokens,
         min_tokens=0,
     )
@@ -36,10 +40,19 @@ class Evaluator:
         engines: awake, with current weights.
         rows: evaluation prompts; empty for none.
         console: shows the phase and the result.
+        dump: gets the samples.
     """
 
-    def __init__(self, cfg: PPOConfig, engines: EnginePool, rows: Sequence[PromptRow], console: Console) -> None:
+    def __init__(
+        self,
+        cfg: PPOConfig,
+        engines: EnginePool,
+        rows: Sequence[PromptRow],
+        console: Console,
+        dump: RolloutDumpWriter | None = None,
+    ) -> None:
         self._cfg = cfg
+        self._dump = dump
         self._engines = engines
         self._console = console
         self._items = [
@@ -76,6 +89,9 @@ class Evaluator:
                 f"evaluation at step {step} lost {len(lost)} of {len(samples) + len(lost)} samples, the first of "
                 f"prompt {lost[0].prompt_id}: {lost[0].message}"
             )
+        samples.sort(key=lambda sample: (sample.group_id, sample.sample_index))
+        if self._dump is not None:
+            self._dump.submit(step, samples, kind="eval")
         metrics = eval_metrics(samples, n)
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
         self._console.say(f"eval at step {step}  {shown}")

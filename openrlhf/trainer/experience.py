@@ -32,10 +32,12 @@ class Experience:
     Attributes:
         trajectories: all samples, groups complete, in order of group id and sample index.
         columns: per-token data by name.
+        baselines: a greedy response for each group where the estimator compares with one: rewarded, not trained on.
     """
 
     trajectories: list[Trajectory]
     columns: dict[str, Column] = field(default_factory=dict)
+    baselines: list[Trajectory] = field(default_factory=list)
 
     @property
     def lengths(self) -> list[int]:
@@ -48,15 +50,25 @@ class Experience:
     def __len__(self) -> int:
         return len(self.trajectories)
 
+    @property
+    def rewarded(self) -> list[Trajectory]:
+        """All that get a reward: samples, then baselines."""
+        return [*self.trajectories, *self.baselines]
 
-def collect(groups: Sequence[Sequence[Trajectory]]) -> Experience:
+    def with_scores(self, scores: np.ndarray) -> Experience:
+        """The same with a reward model's scores ``[len(rewarded)]``; see :func:`with_model_scores`."""
+        scored = with_model_scores(self.rewarded, scores)
+        return Experience(scored[: len(self)], self.columns, scored[len(self) :])
+
+
+def collect(groups: Sequence[Sequence[Trajectory]], baselines: Sequence[Trajectory] = ()) -> Experience:
     """Put groups that finished in any order into a fixed one, with the engine's log-probs as a column if there.
 
     Raises:
         ValueError: some trajectories have sampling log-probs and others do not.
     """
     ordered = sorted((t for group in groups for t in group), key=lambda t: (t.group_id, t.sample_index))
-    experience = Experience(ordered)
+    experience = Experience(ordered, baselines=list(baselines))
     with_logprobs = [t for t in ordered if t.logprobs is not None]
     if with_logprobs and len(with_logprobs) < len(ordered):
         missing = next(t for t in ordered if t.logprobs is None)
@@ -136,22 +148,22 @@ def response_limit(cfg: PPOConfig) -> int:
     return cfg.max_new_tokens or cfg.max_len
 
 
-def shaped_rewards(experience: Experience, cfg: PPOConfig) -> Tensor:
+def shaped_rewards(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> Tensor:
     """Terminal rewards ``[S]`` after the length penalties.
 
     Raises:
         ValueError: a trajectory has no reward; names prompt and sample.
     """
-    missing = [t for t in experience.trajectories if t.reward is None]
+    missing = [t for t in trajectories if t.reward is None]
     if missing:
         raise ValueError(
             f"{len(missing)} samples have no reward, the first is sample {missing[0].sample_index} of prompt "
             f"{missing[0].prompt_id}: the agent or reward function gave none and there is no reward model"
         )
     return apply_length_penalties(
-        torch.tensor([t.reward for t in experience.trajectories], dtype=torch.float64),
-        torch.tensor([t.response_length for t in experience.trajectories]),
-        torch.tensor([t.truncated for t in experience.trajectories]),
+        torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
+        torch.tensor([t.response_length for t in trajectories]),
+        torch.tensor([t.truncated for t in trajectories]),
         max_length=response_limit(cfg),
         overlong_buffer_len=cfg.overlong_buffer_len,
         overlong_penalty_factor=cfg.overlong_penalty_factor,
@@ -167,11 +179,13 @@ class RolloutSummary:
         rewards: float ``[S]`` after length penalties.
         returns: float ``[S]``, reward minus the KL penalties of the sequence.
         kl: mean KL estimate per action token, None without a reference model.
+        baselines: float ``[S]``, shaped reward of the greedy response to each sample's prompt, or None.
     """
 
     rewards: Tensor
     returns: Tensor
     kl: float | None
+    baselines: Tensor | None = None
 
 
 def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> RolloutSummary:
@@ -187,7 +201,8 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
     if "ref_logprobs" in columns and "old_logprobs" in columns:
         kl = estimate_kl(torch.cat(columns["old_logprobs"]), torch.cat(columns["ref_logprobs"]), mask, cfg.kl_estimator)
     reward_kl_coef, _ = split_kl_coef(kl_coef, cfg.use_kl_loss)
-    rewards = shaped_rewards(experience, cfg)
+    rewards = shaped_rewards(experience.trajectories, cfg)
+    baselines = _baseline_rewards(experience, cfg)
     result = compute_advantages(
         cfg.advantage_estimator,
         RolloutColumns(
@@ -198,6 +213,7 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
             kl=kl,
             values=torch.cat(columns["old_values"]) if "old_values" in columns else None,
             step_rewards=_step_rewards(experience),
+            baselines=baselines,
         ),
         AdvantageSettings(
             gamma=cfg.gamma,
@@ -205,12 +221,23 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
             kl_coef=reward_kl_coef if kl is not None else 0.0,
             reward_clip_range=cfg.reward_clip_range,
             std_norm=not cfg.no_advantage_std_norm,
+            pass_k=cfg.pass_k,
         ),
     )
     columns["advantages"] = list(result.advantages.split(experience.lengths))
     columns["returns"] = list(result.returns.split(experience.lengths))
     tokens = max(int(mask.sum()), 1)
-    return RolloutSummary(rewards, result.sequence_returns, None if kl is None else float(kl.sum()) / tokens)
+    mean_kl = None if kl is None else float(kl.sum()) / tokens
+    return RolloutSummary(rewards, result.sequence_returns, mean_kl, baselines)
+
+
+def _baseline_rewards(experience: Experience, cfg: PPOConfig) -> Tensor | None:
+    """Each sample's baseline, shaped like its own reward; None without greedy responses."""
+    if not experience.baselines:
+        return None
+    shaped = shaped_rewards(experience.baselines, cfg).tolist()
+    by_group = {t.group_id: value for t, value in zip(experience.baselines, shaped, strict=True)}
+    return torch.tensor([by_group[t.group_id] for t in experience.trajectories], dtype=torch.float64)
 
 
 def _step_rewards(experience: Experience) -> Tensor | None:

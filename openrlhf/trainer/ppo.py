@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.correction import effective_sample_size
 from openrlhf.algorithms.kl import make_kl_controller
 from openrlhf.algorithms.metrics import MetricSum
@@ -13,6 +14,7 @@ from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer
+from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
 from openrlhf.rollout.metrics import rollout_metrics
@@ -33,7 +35,6 @@ from openrlhf.trainer.experience import (
     sequence_outputs,
     step_batches,
     token_outputs,
-    with_model_scores,
 )
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
@@ -53,6 +54,9 @@ def training_sampling(cfg: PPOConfig) -> SamplingParams:
         temperature=cfg.temperature,
         top_p=cfg.top_p,
         top_k=cfg.top_k,
+        min_p=cfg.min_p,
+        stop=tuple(cfg.stop_strings or ()),
+        stop_token_ids=tuple(cfg.stop_token_ids or ()),
         max_tokens=cfg.max_new_tokens,
         min_tokens=0,
         logprobs=cfg.enable_vllm_is_correction,
@@ -71,6 +75,7 @@ class PPOTrainer:
         reward_inputs: what a reward model reads; None without one.
         logger: gets the metrics.
         console: gets what a person reads.
+        dump: gets every rollout and evaluation; None for none.
     """
 
     def __init__(
@@ -83,17 +88,20 @@ class PPOTrainer:
         reward_inputs: RewardInputs | None,
         logger: MetricsLogger,
         console: Console,
+        dump: RolloutDumpWriter | None = None,
     ) -> None:
         self.cfg = cfg
         self.system = system
         self.logger = logger
         self.console = console
         self.reward_inputs = reward_inputs
-        self.stream = PromptStream(rows, cfg.seed, cfg.num_episodes)
+        greedy = ADVANTAGE_ESTIMATORS.get(cfg.advantage_estimator).needs_baseline
+        self.stream = PromptStream(rows, cfg.seed, cfg.num_episodes, greedy)
         self.buffer = RolloutBuffer()
         self.kl = make_kl_controller(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
         self.sampling = training_sampling(cfg)
-        self.evaluator = Evaluator(cfg, system.engines, eval_rows, console)
+        self.dump = dump
+        self.evaluator = Evaluator(cfg, system.engines, eval_rows, console, dump)
         self.checkpoints = PPOCheckpoints(cfg, system)
         self.weight_check = WeightCheck(cfg, system.engines, probe)
         self.total_rollouts = derive(cfg, len(rows)).num_rollouts
@@ -190,13 +198,14 @@ class PPOTrainer:
     def _train_on(self, groups: Sequence[Group]) -> dict[str, float]:
         """Experience and optimizer steps on finished groups; the step's metrics."""
         cfg = self.cfg
-        experience = collect([group.trajectories for group in groups])
+        experience = self._collect(groups)
         with self.system.training():
             with self.console.phase("experience"):
                 plan = optimizer_steps(
                     [t.group_id for t in experience.trajectories], cfg, seed=(cfg.seed, self.global_step)
                 )
                 experience = self._scored(experience)
+                self._dump(experience)
                 self._add_model_columns(experience, len(plan))
                 summary = add_advantages(experience, cfg, self.kl.value)
             with self.console.phase("train"):
@@ -209,16 +218,25 @@ class PPOTrainer:
             self.kl.update(kl, len(experience))
         return metrics
 
+    @staticmethod
+    def _collect(groups: Sequence[Group]) -> Experience:
+        baselines = [group.baseline for group in groups if group.baseline is not None]
+        return collect([group.trajectories for group in groups], baselines)
+
+    def _dump(self, experience: Experience) -> None:
+        if self.dump is not None:
+            self.dump.submit(self.global_step + 1, experience.trajectories, experience.baselines)
+
     def _scored(self, experience: Experience) -> Experience:
         """With a reward model: its scores as rewards."""
         group = self.system.reward
         if group is None:
             return experience
         assert self.reward_inputs is not None
-        sequences = self.reward_inputs(experience.trajectories)
+        sequences = self.reward_inputs(experience.rewarded)
         batches = forward_batches(sequences, len(group), self.cfg)
         scores = sequence_outputs(batches, group.call("forward", per_rank=batches), len(sequences))
-        return Experience(with_model_scores(experience.trajectories, scores), experience.columns)
+        return experience.with_scores(scores)
 
     def _add_model_columns(self, experience: Experience, num_steps: int) -> None:
         """Log-probs of policy and reference and values, where the algorithm uses them.
@@ -262,6 +280,8 @@ class PPOTrainer:
         metrics["return"] = float(summary.returns.mean())
         if summary.kl is not None:
             metrics["kl"] = summary.kl
+        if summary.baselines is not None:
+            metrics["rollout/greedy_reward_mean"] = float(summary.baselines.mean())
         return metrics
 
     def _show_sample(self, trajectory: Trajectory) -> None:

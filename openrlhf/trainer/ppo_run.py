@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.datasets.sources import DataError
 from openrlhf.engines.rollouts import RolloutSpec, reward_urls
 from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
+from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.rewards import FunctionReward, make_reward_source
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids, training_sampling
+from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, replayed_files, replayed_steps
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
 from openrlhf.trainer.system import start_system
@@ -73,7 +76,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     if cfg.agent_func_path:
         load_agent_executor(cfg.agent_func_path)
     urls = reward_urls(cfg)
-    if urls and not isinstance(make_reward_source(urls), FunctionReward):
+    if urls and not cfg.load_rollouts and not isinstance(make_reward_source(urls), FunctionReward):
         wait_for_servers(urls)
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
 
@@ -106,11 +109,18 @@ def run(cfg: PPOConfig) -> int:
 
 def _train(cfg: PPOConfig, console: Console) -> None:
     inputs = read_inputs(cfg)
-    derived = derive(cfg, len(inputs.rows))
-    console.say(
-        f"{len(inputs.rows)} prompts, {derived.num_rollouts} rollouts of {derived.samples_per_rollout} samples, "
-        f"{derived.total_steps} optimizer steps"
-    )
+    files: list[Path] = []
+    if cfg.load_rollouts:
+        files = replayed_files(cfg)
+        total_steps = replayed_steps(cfg, files)
+        console.say(f"{len(files)} rollouts of {cfg.load_rollouts}, {total_steps} optimizer steps")
+    else:
+        derived = derive(cfg, len(inputs.rows))
+        total_steps = derived.total_steps or 0
+        console.say(
+            f"{len(inputs.rows)} prompts, {derived.num_rollouts} rollouts of {derived.samples_per_rollout} samples, "
+            + ("nothing is trained" if cfg.rollout_only else f"{total_steps} optimizer steps")
+        )
     run_dir = Path(cfg.run_folder)
     log_dir = (run_dir / "logs").absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -120,14 +130,31 @@ def _train(cfg: PPOConfig, console: Console) -> None:
         system = start_system(
             cfg,
             RolloutSpec(cfg, training_sampling(cfg)),
-            actor_steps=derived.total_steps or 1,
+            actor_steps=total_steps or 1,
             log_dir=log_dir,
             report=console.say,
         )
         try:
-            PPOTrainer(cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, inputs.reward, logger, console).fit()
+            with _dump_writer(cfg) as dump:
+                arguments = (cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, inputs.reward, logger, console)
+                if files:
+                    ReplayTrainer(files, *arguments, dump=dump).fit()
+                else:
+                    (RolloutOnlyTrainer if cfg.rollout_only else PPOTrainer)(*arguments, dump=dump).fit()
         finally:
             with interrupts.cleaning_up():
                 system.close()
     finally:
         logger.close()
+
+
+@contextmanager
+def _dump_writer(cfg: PPOConfig) -> Iterator[RolloutDumpWriter | None]:
+    """The writer of ``--dump_rollouts``; on leaving, all is on the disk."""
+    if not cfg.dump_rollouts:
+        yield None
+        return
+    # What --rollout_only writes is the product of the run: nothing of it may go.
+    limit = cfg.dump_max_gib * 2**30
+    with closing(RolloutDumpWriter(cfg.dump_rollouts, max_bytes=limit, drop_oldest=not cfg.rollout_only)) as writer:
+        yield writer

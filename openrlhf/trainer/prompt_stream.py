@@ -19,14 +19,16 @@ class PromptStream:
         rows: the prompt set.
         seed: of the shuffling.
         episodes: passes over the set.
+        greedy_baseline: every prompt is to get a greedy response besides its samples.
     """
 
-    def __init__(self, rows: Sequence[PromptRow], seed: int, episodes: int) -> None:
+    def __init__(self, rows: Sequence[PromptRow], seed: int, episodes: int, greedy_baseline: bool = False) -> None:
         if not rows:
             raise ValueError("the prompt set is empty")
         self._rows = rows
         self._seed = seed
         self._episodes = episodes
+        self._greedy_baseline = greedy_baseline
         self._order: tuple[int, list[int]] = (-1, [])
         self.consumed = 0
         """Prompts handed out so far, over all episodes."""
@@ -61,6 +63,7 @@ class PromptStream:
                     label=row.label,
                     metadata={"datasource": row.datasource, **row.metadata},
                     epoch=episode,
+                    greedy_baseline=self._greedy_baseline,
                 )
             )
         self.consumed += len(items)

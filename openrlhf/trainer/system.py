@@ -46,6 +46,7 @@ class WeightSync(NamedTuple):
 class PPOSystem:
     """Engines and model workers of a run.
 
+    Without engines (``--load_rollouts``) or models (``--rollout_only``) their groups are empty.
     With ``--vllm_enable_sleep`` engines and models take turns on the same GPUs; :meth:`generating` and
     :meth:`training` are the two sides, :meth:`sync_weights` is the way from the second to the first.
     """
@@ -143,7 +144,9 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
     cluster = create_cluster(plan, left())
     transport = weight_transport(cfg, device)
     device_type = "cuda" if device == "GPU" else "cpu"
-    engines = start_engines(cfg, cluster, device_type=device_type, transport=transport, log_dir=str(log_dir))
+    engines = EnginePool(WorkerGroup("engine", [], cfg.rollout_timeout), [])
+    if "engine" in plan.role_names:
+        engines = start_engines(cfg, cluster, device_type=device_type, transport=transport, log_dir=str(log_dir))
     started: list[WorkerGroup] = [engines.group]
     try:
         loading: list[PendingCall] = [engines.load(rollout)]
@@ -166,19 +169,20 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
             cfg,
             cluster,
             engines,
-            groups["actor"],
+            groups.get("actor", WorkerGroup("actor", [], cfg.rollout_timeout)),
             groups.get("critic"),
             groups.get("ref"),
             groups.get("reward"),
         )
-        system.actor.call(
-            "connect_engines",
-            engines.group.handles,
-            transport,
-            engines.workers_per_engine,
-            cfg.rollout_timeout,
-            timeout=left(),
-        )
+        if engines.specs and len(system.actor) > 0:
+            system.actor.call(
+                "connect_engines",
+                engines.group.handles,
+                transport,
+                engines.workers_per_engine,
+                cfg.rollout_timeout,
+                timeout=left(),
+            )
         return system
     except BaseException:
         for group in started:

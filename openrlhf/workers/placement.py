@@ -106,8 +106,11 @@ def roles_of(cfg: PPOConfig) -> dict[str, Role]:
     """The roles that a configuration needs, by name, in the order they are started.
 
     No reference model without a KL coefficient, no critic without GAE, no reward model when rewards come from a
-    function, a server or an agent.
+    function, a server or an agent; no engines when rollouts are loaded, and nothing else when only they are wanted.
     """
+    engines = {"engine": Role("engine", cfg.vllm_num_engines, cfg.vllm_tensor_parallel_size)}
+    if cfg.rollout_only:
+        return engines
     roles = {"actor": Role("actor", cfg.actor_num_nodes * cfg.actor_num_gpus_per_node)}
     if cfg.init_kl_coef > 0:
         roles["ref"] = Role("ref", cfg.ref_num_nodes * cfg.ref_num_gpus_per_node)
@@ -115,8 +118,7 @@ def roles_of(cfg: PPOConfig) -> dict[str, Role]:
         roles["critic"] = Role("critic", cfg.critic_num_nodes * cfg.critic_num_gpus_per_node)
     if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
         roles["reward"] = Role("reward", cfg.reward_num_nodes * cfg.reward_num_gpus_per_node)
-    roles["engine"] = Role("engine", cfg.vllm_num_engines, cfg.vllm_tensor_parallel_size)
-    return roles
+    return roles if cfg.load_rollouts else {**roles, **engines}
 
 
 def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -23,8 +24,8 @@ from openrlhf.algorithms.advantages import (
     whiten,
 )
 
-GROUP_ESTIMATORS = ("reinforce_baseline", "group_norm", "dr_grpo", "rloo", "opo")
-ALL = ("gae", "reinforce", "flash_reinforce", *GROUP_ESTIMATORS)
+GROUP_ESTIMATORS = ("reinforce_baseline", "group_norm", "dr_grpo", "rloo", "opo", "pass_at_k")
+ALL = ("gae", "reinforce", "flash_reinforce", "remax", *GROUP_ESTIMATORS)
 
 
 def columns(
@@ -35,6 +36,7 @@ def columns(
     kl: list[float] | None = None,
     values: list[float] | None = None,
     step_rewards: list[float] | None = None,
+    baselines: list[float] | None = None,
 ) -> RolloutColumns:
     def floats(numbers: list[float] | None) -> torch.Tensor | None:
         return None if numbers is None else torch.tensor(numbers, dtype=torch.float32)
@@ -47,13 +49,26 @@ def columns(
         kl=floats(kl),
         values=floats(values),
         step_rewards=floats(step_rewards),
+        baselines=floats(baselines),
     )
 
 
 # --- the reference ---------------------------------------------------------------------------------
 
 
-def reference_outcomes(name, rewards, lengths, groups, clip):
+def best_of_subsets(rewards, mine, k):
+    """The mean, over every subset of k samples that holds `mine`, of its best reward, normalised over all subsets."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = [max(rewards[j] for j in subset) for subset in subsets]
+    if len(set(best)) < 2:
+        return 0.0
+    mean = sum(best) / len(best)
+    std = math.sqrt(sum((b - mean) ** 2 for b in best) / len(best))
+    own = [(b - mean) / (std + 1e-9) for b, subset in zip(best, subsets, strict=True) if mine in subset]
+    return sum(own) / len(own)
+
+
+def reference_outcomes(name, rewards, lengths, groups, clip, baselines, k):
     """Baseline-adjusted and clipped reward, sample by sample."""
     outcomes = []
     for i, r in enumerate(rewards):
@@ -62,7 +77,7 @@ def reference_outcomes(name, rewards, lengths, groups, clip):
         mine = [rewards[j] for j in peers]
         mean = sum(mine) / len(mine)
         baseline, scale = 0.0, 1.0
-        if name not in ("gae", "reinforce") and max(mine) == min(mine):
+        if name not in ("gae", "reinforce", "remax") and max(mine) == min(mine):
             outcomes.append(0.0)
             continue
         if name in ("reinforce_baseline", "dr_grpo", "group_norm", "flash_reinforce"):
@@ -75,15 +90,20 @@ def reference_outcomes(name, rewards, lengths, groups, clip):
         if name == "opo":
             weight = sum(lengths[j] for j in peers)
             baseline = sum(lengths[j] * rewards[j] for j in peers) / weight if weight else 0.0
-        outcomes.append(min(max((r - baseline) * scale, clip[0]), clip[1]))
+        if name == "remax":
+            baseline = baselines[i]
+        outcome = (r - baseline) * scale
+        if name == "pass_at_k":
+            outcome = best_of_subsets(mine, peers.index(i), k)
+        outcomes.append(min(max(outcome, clip[0]), clip[1]))
     return outcomes
 
 
-def reference(name, batch: Batch, rewards, steps, kl, values, settings: AdvantageSettings):
+def reference(name, batch: Batch, rewards, steps, kl, values, settings: AdvantageSettings, baselines):
     """Advantages and returns, packed, as plain lists."""
     lengths = [sum(mask) for mask in batch.masks]
     clip = settings.reward_clip_range or (-math.inf, math.inf)
-    outcomes = reference_outcomes(name, rewards, lengths, batch.groups, clip)
+    outcomes = reference_outcomes(name, rewards, lengths, batch.groups, clip, baselines, settings.pass_k)
     advantages, returns = [], []
     for i, (start, _) in enumerate(batch.bounds):
         mask = batch.masks[i]
@@ -130,12 +150,14 @@ def test_estimator_equals_reference(name: str, batch: Batch, data: st.DataObject
     rewards = data.draw(st.lists(quarters, min_size=len(batch.masks), max_size=len(batch.masks)))
     sparse = st.one_of(st.just(0.0), st.just(0.0), quarters)
     steps = [data.draw(st.lists(sparse, min_size=n, max_size=n)) for n in batch.lengths]
+    baselines = data.draw(st.lists(quarters, min_size=len(batch.masks), max_size=len(batch.masks)))
     settings = AdvantageSettings(
         gamma=data.draw(st.sampled_from([1.0, 0.9, 0.0])),
         lambd=data.draw(st.sampled_from([1.0, 0.95, 0.0])),
         kl_coef=data.draw(st.sampled_from([0.0, 0.1])),
         reward_clip_range=data.draw(st.sampled_from([None, (-1.0, 1.5)])),
         std_norm=data.draw(st.booleans()),
+        pass_k=data.draw(st.integers(1, 4)),
     )
     kl, values = batch.normal(1), batch.normal(2)
     packed = RolloutColumns(
@@ -146,9 +168,10 @@ def test_estimator_equals_reference(name: str, batch: Batch, data: st.DataObject
         kl=poison(kl, batch.mask),
         values=poison(values, batch.mask),
         step_rewards=torch.tensor([s for step in steps for s in step], dtype=torch.float64),
+        baselines=torch.tensor(baselines, dtype=torch.float64),
     )
     result = compute_advantages(name, packed, settings)
-    advantages, returns = reference(name, batch, rewards, steps, kl.tolist(), values.tolist(), settings)
+    advantages, returns = reference(name, batch, rewards, steps, kl.tolist(), values.tolist(), settings, baselines)
     np.testing.assert_allclose(result.returns.numpy(), returns, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(result.advantages.numpy(), advantages, rtol=1e-4, atol=1e-4)
     assert result.advantages.dtype == torch.float32
@@ -176,7 +199,7 @@ def test_no_spread_gives_exact_zero_in_float32(name: str) -> None:
 @pytest.mark.parametrize("name", GROUP_ESTIMATORS)
 def test_one_outlier_in_a_group_stays_bounded(name: str) -> None:
     cols = columns([[1]] * 8, [0.0] + [0.7] * 7, groups=[0] * 8)
-    advantages = compute_advantages(name, cols, AdvantageSettings()).advantages
+    advantages = compute_advantages(name, cols, AdvantageSettings(pass_k=1)).advantages
     assert advantages.isfinite().all() and advantages.abs().max() <= 10
     assert advantages[0] < 0 < advantages[1]
 
@@ -192,6 +215,37 @@ def test_batch_mean_baseline_needs_no_groups() -> None:
     cols = columns([[1], [1], [1]], [0.0, 1.0, 5.0])
     assert compute_advantages("flash_reinforce", cols, AdvantageSettings()).advantages.tolist() == [-2, -1, 3]
     assert not ADVANTAGE_ESTIMATORS.get("flash_reinforce").needs_group
+
+
+def test_remax_compares_with_the_greedy_response() -> None:
+    cols = columns([[1, 1], [1], [1]], [1.0, 0.0, 0.5], groups=[0, 0, 1], baselines=[0.75, 0.75, 0.5])
+    assert compute_advantages("remax", cols, AdvantageSettings()).advantages.tolist() == [0.25, 0.25, -0.75, 0]
+    with pytest.raises(ValueError, match="remax needs the rewards of greedy responses"):
+        compute_advantages("remax", columns([[1]], [1.0]), AdvantageSettings())
+    with pytest.raises(ValueError, match=r"1 of 1 baselines are missing or not finite; .*\{0: nan\}"):
+        compute_advantages("remax", columns([[1]], [1.0], baselines=[math.nan]), AdvantageSettings())
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("rewards", [[1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1], [0.5, -2, 0.5, 3, 1, -2], [0] * 6])
+def test_pass_at_k_equals_brute_force_over_all_subsets(rewards: list[float], k: int) -> None:
+    cols = columns([[1]] * 6, rewards, groups=[0] * 6)
+    got = compute_advantages("pass_at_k", cols, AdvantageSettings(pass_k=k)).advantages
+    np.testing.assert_allclose(got, [best_of_subsets(rewards, i, k) for i in range(6)], rtol=1e-6, atol=1e-6)
+
+
+def test_pass_at_k_is_the_papers_formula_for_right_and_wrong() -> None:
+    n, wrong, k = 16, 13, 4
+    rewards = [1.0] * (n - wrong) + [0.0] * wrong
+    cols = columns([[1]] * n, rewards, groups=[0] * n)
+    got = compute_advantages("pass_at_k", cols, AdvantageSettings(pass_k=k)).advantages.tolist()
+    mean = 1 - math.comb(wrong, k) / math.comb(n, k)
+    std = math.sqrt(mean * (1 - mean))
+    assert got[0] == pytest.approx((1 - mean) / std)
+    assert got[-1] == pytest.approx((1 - mean - math.comb(wrong - 1, k - 1) / math.comb(n - 1, k - 1)) / std)
+    # With fewer than k wrong ones every subset holds a right one.
+    few = columns([[1]] * n, [0.0] * 3 + [1.0] * (n - 3), groups=[0] * n)
+    assert (compute_advantages("pass_at_k", few, AdvantageSettings(pass_k=k)).advantages == 0).all()
 
 
 def test_gae_skips_environment_tokens_and_padding() -> None:
@@ -277,7 +331,8 @@ def test_no_std_norm_only_centres() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_sequence_without_actions_disturbs_nothing(name: str) -> None:
-    cols = columns([[0, 0], [1, 1], [1]], [5.0, 1.0, 0.0], groups=[1, 0, 0], values=[math.nan] * 2 + [0.5] * 3)
+    cols = columns([[0, 0], [1, 1], [1]], [5.0, 1.0, 0.0], groups=[1, 0, 0], values=[math.nan] * 2 + [0.5] * 3,
+                   baselines=[0.5] * 3)  # fmt: skip
     result = compute_advantages(name, cols, AdvantageSettings())
     assert result.advantages.isfinite().all()
     assert result.sequence_returns[0] == 0 and (result.advantages[:2] == 0).all()

@@ -15,7 +15,6 @@ from openrlhf.algorithms.aggregation import (
     LOSS_AGG_MODES,
     Denominators,
     aggregate,
-    aggregate_sequences,
     step_denominators,
 )
 from openrlhf.algorithms.kl import kl_loss
@@ -90,11 +89,6 @@ def test_senseless_denominators_and_modes_are_refused() -> None:
         Denominators(1, 1, 0.0)
     with pytest.raises(ValueError, match="unknown loss aggregation 'mean'"):
         aggregate(torch.ones(1), torch.ones(1).bool(), torch.tensor([0, 1]), "mean", parts)
-
-
-def test_pairs_are_averaged_over_the_step() -> None:
-    loss = aggregate_sequences(torch.tensor([1.0, math.nan]), torch.tensor([True, False]), Denominators(0, sequences=4))
-    assert loss.item() == 0.25
 
 
 # --- the layout never changes the answer ---------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Value, entropy, SFT, reward-model and DPO losses against plain-Python references."""
+"""Value, SFT, reward-model and DPO losses against plain-Python references."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from algorithm_cases import Batch, batches, poison, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.algorithms.entropy import entropy_from_logits
 from openrlhf.algorithms.losses import (
     cross_entropy_sum,
     cross_entropy_tokens,
@@ -67,36 +66,6 @@ def test_value_clip_fraction_looks_at_the_unclipped_value() -> None:
 def test_unmasked_nan_in_the_critic_surfaces() -> None:
     loss, _ = value_loss(torch.tensor([math.nan]), torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), 0.2)
     assert loss.isnan().all()
-
-
-# --- entropy --------------------------------------------------------------------------------------------
-
-
-def test_entropy_is_that_of_the_tempered_policy() -> None:
-    logits = torch.tensor([[2.0, 0.0]])
-    assert entropy_from_logits(logits, 2.0).item() == pytest.approx(0.5822, abs=1e-4)
-    assert entropy_from_logits(logits, 1.0).item() == pytest.approx(0.3653, abs=1e-4)
-
-
-@given(logits=st.lists(number, min_size=1, max_size=8), temperature=st.floats(0.2, 3.0))
-@quick
-def test_entropy_equals_reference(logits: list[float], temperature: float) -> None:
-    exponentials = [math.exp(x / temperature) for x in logits]
-    p = [e / sum(exponentials) for e in exponentials]
-    got = entropy_from_logits(float64(logits), temperature).item()
-    assert got == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-10)
-
-
-def test_entropy_gradient_and_forbidden_tokens() -> None:
-    logits = float64([[0.3, -1.0, 2.0], [0.0, 1.0, -0.5]]).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, 0.7), (logits,))
-    masked = torch.tensor([1.0, 1.0, -math.inf], requires_grad=True)
-    entropy = entropy_from_logits(masked)
-    entropy.backward()
-    assert entropy.item() == pytest.approx(math.log(2)) and masked.grad.isfinite().all()
-    assert entropy_from_logits(torch.zeros(4, dtype=torch.bfloat16)).dtype == torch.float32
-    with pytest.raises(ValueError, match="temperature"):
-        entropy_from_logits(torch.zeros(2), 0.0)
 
 
 # --- supervised -----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import torch
 
 from openrlhf.algorithms.shaping import (
     apply_length_penalties,
-    normalize_scores,
     overlong_penalty,
     stop_properly,
 )
@@ -51,9 +50,3 @@ def test_penalties_compose() -> None:
     assert torch.equal(apply_length_penalties(rewards, lengths, truncated), rewards)
     with pytest.raises(ValueError, match="needs a response limit"):
         apply_length_penalties(rewards, lengths, truncated, overlong_buffer_len=5)
-
-
-def test_normalize_scores() -> None:
-    assert normalize_scores(torch.tensor([1.0, 3.0]), mean=1.0, std=2.0).tolist() == [0.0, 1.0]
-    with pytest.raises(ValueError, match="--normalize_reward"):
-        normalize_scores(torch.tensor([1.0]), mean=0.0, std=0.0)

@@ -112,12 +112,6 @@ def test_quadratic_cost_changes_the_balance() -> None:
     assert sorted(quadratic.ranks) == [((0, 2),), ((1, 3),)]
 
 
-def test_cost_of_a_model() -> None:
-    cost = SequenceCost.for_model(parameters=1000, layers=2, attention_width=8)
-    # 2 * P * L, and for each of 2 layers 4 * L^2 * 8 / 2
-    assert cost(10) == 2 * 1000 * 10 + 2 * 4 * 100 * 8 / 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

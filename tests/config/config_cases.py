@@ -27,6 +27,7 @@ REQUIRED = {
     "lora_combiner": ["--model_path", "org/base", "--lora_path", "org/lora", "--output_path", "./merged"],
     "convert": ["--task", "universal", "--ckpt_path", "."],
     "batch_inference": ["--eval_task", "rm", "--pretrain", "org/rm", "--dataset", "org/data", "--output_path", "out"],
+    "reward": ["--task", "test", "--remote_rm_url", "reward.py", "--dataset", "org/data", "--label_key", "answer"],
 }
 
 

@@ -63,6 +63,7 @@ def test_defaults_are_valid(command: str) -> None:
         ("lora_combiner", {"model_path", "lora_path", "output_path"}),
         ("convert", {"task", "ckpt_path"}),
         ("batch_inference", {"eval_task", "pretrain", "dataset", "output_path"}),
+        ("reward", {"task", "remote_rm_url", "dataset"}),
     ],
 )
 def test_required(command: str, missing: set[str]) -> None:
@@ -76,9 +77,14 @@ class TestGroups:
         assert "1 problem" in message and "--n_samples_per_prompt" in message and estimator in message
         assert not violations(PPO, "--advantage_estimator", estimator, "--n_samples_per_prompt", "2")
 
-    @pytest.mark.parametrize("estimator", ["gae", "reinforce", "flash_reinforce"])
+    @pytest.mark.parametrize("estimator", ["gae", "reinforce", "flash_reinforce", "remax"])
     def test_others_do_not(self, estimator: str) -> None:
         assert not violations(PPO, "--advantage_estimator", estimator)
+
+    def test_pass_at_k_needs_more_samples_than_k(self) -> None:
+        flags = ["--advantage_estimator", "pass_at_k", "--n_samples_per_prompt"]
+        assert "use --pass_k 3 or less" in violations(PPO, *flags, "4")["pass_k"]
+        assert not violations(PPO, *flags, "4", "--pass_k", "3") and not violations(PPO, *flags, "8")
 
     @pytest.mark.parametrize("n", ["0", "-1"])
     @pytest.mark.parametrize("estimator", ["gae", "rloo", "group_norm"])
@@ -401,6 +407,8 @@ class TestPaths:
             ("data.txt", "in lower case"),
             ("data.JSONL", "in lower case"),
             ("org/data,,org/more", "empty source"),
+            ("a=data.jsonl", "no file data.jsonl"),
+            ("a=org/data, a = org/more", "two sources are called a"),
         ],
     )
     def test_sources(self, source: str, sentence: str) -> None:
@@ -409,7 +417,7 @@ class TestPaths:
 
     def test_good_sources(self, tmp_path: Path) -> None:
         file = write(tmp_path / "data.jsonl", "{}\n")
-        assert not violations("train_sft", "--dataset", f"{file}, {tmp_path} ,org/data@sub")
+        assert not violations("train_sft", "--dataset", f"{file}, {tmp_path} ,org/data@sub,own={file}")
 
     def test_split_of_a_file(self, tmp_path: Path) -> None:
         file = write(tmp_path / "data.jsonl", "{}\n")

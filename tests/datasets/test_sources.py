@@ -60,6 +60,15 @@ def test_sources_follow_each_other_and_missing_columns_are_null(tmp_path: Path, 
     assert rows["input"][-1] == "x" and rows["output"][-1] is None and rows["extra"][0] is None
 
 
+def test_a_named_source_names_its_rows(tmp_path: Path, jsonl: str) -> None:
+    other = write_jsonl(tmp_path / "b.jsonl", [{"input": "x", "datasource": "own"}, {"input": "y", "datasource": None}])
+    rows = load_rows(f"first = {jsonl}, {other}, third={other}", max_samples=2)
+    assert list(zip(rows["input"], rows["datasource"], strict=True)) == [("q0", "first"), ("q1", "first")]
+    rows = load_rows(f"first = {jsonl}, {other}, third={other}")
+    assert list(rows["datasource"]) == ["first"] * 10 + ["own", None, "third", "third"]
+    assert rows["input"][10:] == ["x", "y", "x", "y"]
+
+
 @pytest.mark.parametrize(
     ("split", "expected"),
     [

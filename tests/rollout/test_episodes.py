@@ -242,6 +242,39 @@ def test_a_dropped_reward_leaves_the_other_samples() -> None:
     assert "nan" in group.failures[0].message and "prompt 5 sample 1" in group.failures[0].message
 
 
+def test_a_greedy_response_is_rewarded_and_kept_apart() -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+        return [float(query.count("f")) for query in queries]
+
+    def reply(prompt: list[int], sampling: SamplingParams) -> list[int]:
+        return [15, 15, EOS] if sampling.temperature == 0 else [15, EOS]
+
+    engine = ScriptedEngine(reply)
+    sampling = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_tokens=4, logprobs=True)
+    prompt = item(TOK, "c", greedy_baseline=True)
+    group = run(prompt, 2, engine, spec(sampling=sampling, rewards=rewards_of(reward_func)))
+    assert [(t.sample_index, t.reward) for t in group.trajectories] == [(0, 1.0), (1, 1.0)]
+    assert all(t.logprobs is not None for t in group.trajectories)
+    assert group.baseline is not None and group.baseline.reward == 2.0
+    used = engine.sampling[2]
+    assert (used.temperature, used.top_p, used.top_k, used.min_p) == (0.0, 1.0, -1, 0.0)
+    assert engine.sampling[0].temperature == 0.7
+    assert run(item(TOK, "c"), 2, ScriptedEngine(reply), spec()).baseline is None
+
+
+def test_without_its_greedy_response_a_group_is_lost() -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str], metadata: Any) -> list[float]:
+        if metadata[0]["sample_index"] == 2:
+            raise ValueError("no")
+        return [1.0]
+
+    client = rewards_of(reward_func, on_failure="drop", batch_size=1)
+    engine = ScriptedEngine([[14, EOS]] * 3)
+    group = run(item(TOK, "c", greedy_baseline=True), 2, engine, spec(rewards=client))
+    assert group.trajectories == () and group.baseline is None
+    assert [(f.kind, f.sample_index) for f in group.failures] == [("reward", 2)]
+
+
 def test_without_a_reward_source_rewards_stay_open() -> None:
     trajectory = run(item(TOK, "p"), 1, ScriptedEngine([[EOS]]), spec()).trajectories[0]
     assert trajectory.reward is None and trajectory.score is None

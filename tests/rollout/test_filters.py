@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -242,12 +243,15 @@ def test_the_state_survives_a_checkpoint(lists: bool) -> None:
     buffer = filled(1, 2)
     lost = Group(group(7, []).item, (), (EpisodeFailure(7, 0, "agent", "why"),), prompt_truncated=True)
     buffer.put(lost)
+    compared = group(8, [1.0])
+    buffer.put(replace(compared, item=replace(compared.item, greedy_baseline=True), baseline=compared.trajectories[0]))
     state = buffer.state_dict(lists=lists)
     if lists:
         state = json.loads(json.dumps(state))
     again = RolloutBuffer()
     again.load_state_dict(state)
-    for before, after in zip(buffer.take(3), again.take(3), strict=True):
+    for before, after in zip(buffer.take(4), again.take(4), strict=True):
+        assert (after.baseline is None) == (before.baseline is None) == (before.item.prompt_id != 8)
         assert after.item == before.item and after.failures == before.failures
         assert after.prompt_truncated == before.prompt_truncated
         for one, other in zip(before.trajectories, after.trajectories, strict=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from openrlhf.rollout.metrics import eval_metrics, rollout_metrics
+from openrlhf.rollout.metrics import best_of, eval_metrics, majority_reward, rollout_metrics
 from openrlhf.rollout.trajectory import Trajectory
 
 
@@ -106,10 +108,16 @@ def test_evaluation_by_source() -> None:
         {
             "eval_default_pass2": 0.0,
             "eval_default_pass1": 0.0,
+            "eval_default_mean2": 0.0,
+            "eval_default_maj2": 0.0,
             "eval_default_response_length_mean": 4.0,
             "eval_default_truncated_rate": 0.5,
             "eval_gsm_pass2": 0.5,
             "eval_gsm_pass1": 0.25,
+            "eval_gsm_mean2": 0.25,
+            # prompts' means 0.5 and 0: standard deviation 0.25 * sqrt(2), over the root of two prompts
+            "eval_gsm_mean2_ci95": 1.96 * 0.25,
+            "eval_gsm_maj2": 0.25,
             "eval_gsm_response_length_mean": 2.0,
             "eval_gsm_truncated_rate": 0.0,
             "eval_response_length_mean": 16 / 6,
@@ -120,3 +128,37 @@ def test_evaluation_by_source() -> None:
     assert eval_metrics([], 2) == {}
     with pytest.raises(ValueError, match="evaluation sample 0 of prompt 3 has no reward"):
         eval_metrics([sample(3, None)], 1)
+    with pytest.raises(ValueError, match="evaluation prompt 3 has 1 samples, not 2"):
+        eval_metrics([sample(3, 1.0)], 2)
+
+
+@pytest.mark.parametrize("rewards", [[0, 1, 0, 0, 1, 0], [0, 0, 0], [0.5, -1, 2, 2, 0.25], [1]])
+def test_best_of_k_is_the_mean_over_all_choices(rewards: list[float]) -> None:
+    for k in range(1, len(rewards) + 1):
+        choices = [max(chosen) for chosen in itertools.combinations(rewards, k)]
+        assert best_of(rewards, k) == pytest.approx(np.mean(choices), abs=1e-12)
+        if set(rewards) <= {0, 1}:
+            share_without = math.comb(rewards.count(0), k) / math.comb(len(rewards), k)
+            assert best_of(rewards, k) == pytest.approx(1 - share_without)
+
+
+def test_pass_at_powers_of_two_and_of_all_samples() -> None:
+    rewards = [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    metrics = eval_metrics([sample(0, reward) for reward in rewards], 6)
+    passes = {name: value for name, value in metrics.items() if "_pass" in name}
+    assert passes == pytest.approx({f"eval_default_pass{k}": best_of(rewards, k) for k in (1, 2, 4, 6)})
+    assert passes["eval_default_pass1"] == pytest.approx(1 / 3) and passes["eval_default_pass6"] == 1
+    assert "eval_default_mean6_ci95" not in metrics  # one prompt says nothing about others
+
+
+@pytest.mark.parametrize(
+    ("votes", "reward"),
+    [
+        ([("so \\boxed{0.5}<eos>", 1.0), ("\\boxed{1/2}", 1.0), ("\\boxed{3}", 0.0)], 1.0),
+        ([("7", 0.0), ("7.0<|im_end|>", 0.0), ("<think>7</think> 8", 1.0)], 0.0),
+        ([("1", 1.0), ("2", 0.0)], 0.5),  # a tie
+        ([("a b", 1.0), ("ab", 0.5), ("", 0.0)], 0.75),
+    ],
+)
+def test_the_majority_answer(votes: list[tuple[str, float]], reward: float) -> None:
+    assert majority_reward([sample(0, value, metadata={"response": text}) for text, value in votes]) == reward

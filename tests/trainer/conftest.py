@@ -16,7 +16,7 @@ from openrlhf.utils.process import free_port
 SCRIPT = Path(__file__).parent / "preference_cases.py"
 DEADLINE_S = 600
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "models"):
+for folder in (Path(__file__).parent, *(Path(__file__).parents[1] / name for name in ("models", "rollout"))):
     sys.path.insert(0, str(folder))
 
 

@@ -115,6 +115,27 @@ def test_advantages_of_uneven_groups_keep_to_their_own_tokens(cfg: PPOConfig) ->
         assert advantage.tolist() == pytest.approx([0.0, 0.0] + [value] * t.response_length, abs=1e-6)
 
 
+def test_greedy_baselines_are_shaped_like_rewards_and_never_trained_on(cfg: PPOConfig) -> None:
+    """The greedy response to prompt 0 is cut off: its reward of 1 becomes 0.5."""
+    greedy = [sample(2, 1, 3, 4.0), sample(0, 2, 4, 1.0, truncated=True), sample(1, 2, 2, 2.0)]
+    remax = config(Path(cfg.prompt_data or ""), Path(cfg.remote_rm_url or ""), advantage_estimator="remax",
+                   stop_properly_penalty_coef=0.5)  # fmt: skip
+    experience = collect(rollout(), greedy)
+    summary = add_advantages(experience, remax, 0.0)
+    assert summary.baselines is not None and summary.baselines.tolist() == [0.5, 0.5, 2, 2, 4]
+    assert [float(a[-1]) for a in experience.columns["advantages"]] == [-0.5, 0.5, 0, 2, 1]
+    steps = step_batches(experience, [list(range(5))], 1, remax, POLICY_COLUMNS, kl_coef=0.0)
+    trained = sum(int(batch.columns["action_mask"].sum()) for batch in steps[0][0].micro_batches)
+    assert trained == sum(t.response_length for t in experience.trajectories)
+    scored = experience.with_scores(np.arange(8.0))
+    assert [t.reward for t in scored.trajectories] == [0, 1, 2, 3, 4] and [t.reward for t in scored.baselines] == [
+        5,
+        6,
+        7,
+    ]
+    assert len(scored) == 5 and scored.columns is experience.columns
+
+
 def test_kl_in_the_reward_lowers_the_return_and_kl_in_the_loss_does_not(cfg: PPOConfig) -> None:
     def returns(use_kl_loss: bool) -> tuple[list[float], float | None]:
         experience = collect(rollout())

@@ -34,6 +34,11 @@ def test_the_order_does_not_depend_on_the_batch_size() -> None:
     assert drain(PromptStream(rows(10), 1, 2), 3) != drain(PromptStream(rows(10), 2, 2), 3)
 
 
+def test_greedy_responses_are_asked_for_with_every_prompt() -> None:
+    assert [item.greedy_baseline for item in PromptStream(rows(2), 1, 1, greedy_baseline=True).take(2)] == [True, True]
+    assert not PromptStream(rows(1), 1, 1).take(1)[0].greedy_baseline
+
+
 def test_a_draw_ends_with_the_episode() -> None:
     stream = PromptStream(rows(5), 0, 2)
     assert [len(stream.take(3)) for _ in range(5)] == [3, 2, 3, 2, 0]

@@ -86,6 +86,18 @@ def extract_boxed_answer(text: str) -> str | None:
     return None
 
 
+def plain_answer(response: str) -> str | Fraction:
+    r"""What a response answers, to be compared with other responses: equal answers are equal.
+
+    The last ``\\boxed{}`` after the last "</think>" if there is one, else all text there; a number where it is one.
+    """
+    text = without_end(response).rpartition("</think>")[2]
+    boxed = extract_boxed_answer(text)
+    plain = _normal(text if boxed is None else boxed)
+    number = _number(plain)
+    return plain if number is None else number
+
+
 def same_plain_answer(answer: str, label: str) -> bool:
     """Compares two answers as text without layout, and as numbers (1,234 = 1234; 0.5 = 1/2)."""
     left, right = _normal(answer), _normal(label)
@@ -113,7 +125,9 @@ def _number(text: str) -> Fraction | None:
 
 
 def _response(query: str, prompt: str) -> str:
-    response = query[len(prompt) :] if query.startswith(prompt) else query
-    # The text of an end-of-sequence token, which is kept by default: <eos>, </s>, <|im_end|>, <|endoftext|>
-    # ...
+    return without_end(query[len(prompt) :] if query.startswith(prompt) else query)
+
+
+def without_end(response: str) -> str:
+    """A response without the text of its end-of-sequence token: <eos>, </s>, <|im_end|>, <|endoftext|> ..."""
     return re.sub(r"(<\|[^|<>]*\|>|</s>|<eos>)\s*$", "", response.strip()).strip()

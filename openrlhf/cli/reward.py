@@ -1,0 +1,36 @@
+"""``python -m openrlhf.cli.reward test``: try a reward before a run depends on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config import parse_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and check the flags, then score samples. The first word is short for ``--task``.
+
+    Returns:
+        The exit status: 0, or 1 for a failure that was explained, a sample without a reward included.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        words.insert(0, "--task")
+    cfg = parse_cli("reward", words)
+    from openrlhf.datasets.sources import DataError
+    from openrlhf.models.loading import ModelLoadError
+    from openrlhf.rollout.errors import RolloutError
+    from openrlhf.tools.reward_test import reward_test
+
+    try:
+        report = reward_test(cfg)
+    except (DataError, ModelLoadError, RolloutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report.text)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

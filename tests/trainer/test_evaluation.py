@@ -1,0 +1,79 @@
+"""Evaluation with a scripted pool of engines: every prompt of every set, the same seeds each time, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+import pytest
+from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine
+
+from openrlhf.config import PPOConfig
+from openrlhf.datasets.prompts import PromptRow
+from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
+from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.rollout.rewards import FunctionReward, RewardClient
+from openrlhf.trainer.console import Console
+from openrlhf.trainer.evaluation import Evaluator
+
+TOK = LetterTokenizer()
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+    if "z" in "".join(queries):
+        raise ValueError("no")
+    return [float(label in query[len(p) :]) for query, p, label in zip(queries, prompts, labels, strict=True)]
+
+
+class Pool:
+    """Runs real episodes on an engine that answers "b" to even seeds and "c" to odd ones."""
+
+    def __init__(self) -> None:
+        self.engine = ScriptedEngine(self._reply)
+        self.sampled: list[tuple[int, int]] = []
+
+    def _reply(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
+        assert sampling.seed is not None
+        self.sampled.append((prompt[0], sampling.seed))
+        return [*TOK.encode("bc"[sampling.seed % 2]), EOS]
+
+    def run_groups(
+        self, prompts: Iterable[PromptItem], n: int, sampling: SamplingParams, timeout: float
+    ) -> Iterator[Group]:
+        client = RewardClient(FunctionReward(reward_func), on_failure="drop", batch_size=1)
+        spec = EpisodeSpec(sampling=sampling, max_length=16, tokenizer=TOK, rewards=client)
+        for prompt in reversed(list(prompts)):
+            yield asyncio.run(run_group(prompt, n, self.engine, spec))
+
+
+def evaluator(pool: Pool, rows: list[PromptRow], n: int = 4) -> Evaluator:
+    return Evaluator(PPOConfig(eval_n_samples_per_prompt=n), pool, rows, Console())  # type: ignore[arg-type]
+
+
+def rows(*facts: tuple[str, str]) -> list[PromptRow]:
+    return [PromptRow(i, text, TOK.encode(text), "b", source) for i, (text, source) in enumerate(facts)]
+
+
+def test_every_prompt_of_every_set_is_in_the_figures() -> None:
+    pool = Pool()
+    data = rows(("d", "one"), ("e", "two"), ("f", "one"), ("g", "two"), ("h", "two"))
+    metrics = evaluator(pool, data).run(3)
+    by_prompt = {TOK.encode(row.text)[0]: row for row in data}
+    right = [(by_prompt[prompt], seed % 2 == 0) for prompt, seed in pool.sampled]
+    assert len(right) == len(set(pool.sampled)) == metrics["eval_num_samples"] == 20
+    for source in ("one", "two"):
+        own = [good for row, good in right if row.datasource == source]
+        assert metrics[f"eval_{source}_pass1"] == metrics[f"eval_{source}_mean4"] == pytest.approx(sum(own) / len(own))
+        for name in ("pass2", "pass4", "maj4", "mean4_ci95", "truncated_rate"):
+            assert 0 <= metrics[f"eval_{source}_{name}"] <= 1
+    again = Pool()
+    assert evaluator(again, data).run(9) == metrics and again.sampled == pool.sampled
+
+
+def test_a_lost_sample_is_an_error_and_not_a_smaller_mean() -> None:
+    with pytest.raises(RuntimeError, match="evaluation at step 2 lost 1 of 2 samples, the first of prompt 1"):
+        evaluator(Pool(), rows(("d", "one"), ("z", "one")), 1).run(2)
+
+
+def test_without_prompts_there_is_nothing_to_do() -> None:
+    assert evaluator(Pool(), []).run(1) == {}
