@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable, Iterator
-
 import pytest
-from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine
+from scripted_run import TOK, Pool, rows
 
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow
-from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
-from openrlhf.rollout.protocol import SamplingParams
-from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.evaluation import Evaluator
-
-TOK = LetterTokenizer()
-
-
-def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
-    if "z" in "".join(queries):
-        raise ValueError("no")
-    return [float(label in query[len(p) :]) for query, p, label in zip(queries, prompts, labels, strict=True)]
-
-
-class Pool:
-    """Runs real episodes on an engine that answers "b" to even seeds and "c" to odd ones."""
-
-    def __init__(self) -> None:
-        self.engine = ScriptedEngine(self._reply)
-        self.sampled: list[tuple[int, int]] = []
-
-    def _reply(self, prompt: list[int], sampling: SamplingParams) -> list[int]:
-        assert sampling.seed is not None
-        self.sampled.append((prompt[0], sampling.seed))
-        return [*TOK.encode("bc"[sampling.seed % 2]), EOS]
-
-    def run_groups(
-        self, prompts: Iterable[PromptItem], n: int, sampling: SamplingParams, timeout: float
-    ) -> Iterator[Group]:
-        client = RewardClient(FunctionReward(reward_func), on_failure="drop", batch_size=1)
-        spec = EpisodeSpec(sampling=sampling, max_length=16, tokenizer=TOK, rewards=client)
-        for prompt in reversed(list(prompts)):
-            yield asyncio.run(run_group(prompt, n, self.engine, spec))
 
 
 def evaluator(pool: Pool, rows: list[PromptRow], n: int = 4) -> Evaluator:
     return Evaluator(PPOConfig(eval_n_samples_per_prompt=n), pool, rows, Console())  # type: ignore[arg-type]
-
-
-def rows(*facts: tuple[str, str]) -> list[PromptRow]:
-    return [PromptRow(i, text, TOK.encode(text), "b", source) for i, (text, source) in enumerate(facts)]
 
 
 def test_every_prompt_of_every_set_is_in_the_figures() -> None:
