@@ -478,6 +478,17 @@ class TestOthers:
             ("train_kto", "--desirable_loss_weight -1", "desirable_loss_weight", "0 or more"),
             ("train_dpo", "--label_smoothing 0.5", "label_smoothing", "below 0.5"),
             ("serve_rm", "--port 70000", "port", "65535"),
+            (PPO, "--min_p 1.5", "min_p", "from 0 to 1"),
+            (PPO, "--stop_token_ids 3 -1", "stop_token_ids", "0 or more"),
+            (PPO, "--stop_strings=", "stop_strings", "ends every response at once"),
+            (PPO, "--rollout_only", "rollout_only", "--dump_rollouts"),
+            (PPO, "--rollout_only --dump_rollouts d --load_checkpoint", "rollout_only", "leave out --load_checkpoint"),
+            (PPO, "--load_rollouts ./none", "load_rollouts", "there is no ./none"),
+            (PPO, "--dump_rollouts d --dump_max_gib 0", "dump_max_gib", "above 0"),
+            ("reward", "--load_rollouts .", "dataset", "either --dataset or --load_rollouts"),
+            ("reward", "--label_key=", "output_key", "or with --label_key the labels"),
+            ("reward", "--apply_chat_template", "pretrain", "chat template"),
+            ("reward", "--dataset missing.jsonl", "dataset", "no file missing.jsonl"),
             ("serve_rm", "--batch_size 0", "batch_size", "1 or more"),
             (PPO, "--use_icepop --vllm_is_correction_type tis", "use_icepop", "contradicts"),
             (
@@ -503,6 +514,14 @@ class TestOthers:
     def test_refused(self, command: str, flags: str, flag: str, sentence: str) -> None:
         found = violations(command, *flags.split())
         assert set(found) == {flag} and sentence in found[flag]
+
+    def test_dumps_of_two_runs_are_not_mixed(self, tmp_path: Path) -> None:
+        flags = ["--dump_rollouts", str(tmp_path)]
+        assert not violations(PPO, *flags)
+        write(tmp_path / "rollout_step_00000001.jsonl", "")
+        assert "another run" in violations(PPO, *flags)["dump_rollouts"]
+        assert not violations(PPO, *flags, "--load_checkpoint")
+        assert not violations(PPO, "--load_rollouts", str(tmp_path))
 
     def test_gating(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = violations(PPO, "--use_icepop", "--vllm_is_correction_gating", "tv")

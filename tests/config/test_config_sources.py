@@ -57,6 +57,8 @@ class TestCommandLine:
 
     def test_no_module_at_all(self) -> None:
         assert parsed("train_sft", "--target_modules", "--seed", "1").config.target_modules == []
+        stops = parsed("train_ppo_ray", "--stop_strings", "[END]", "a, b", "--stop_token_ids", "[3,4]").config
+        assert (stops.stop_strings, stops.stop_token_ids) == (["[END]", "a, b"], [3, 4])
 
     def test_launcher_argument(self) -> None:
         assert parsed("train_sft", "--local_rank=3").config.local_rank == 3

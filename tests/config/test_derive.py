@@ -141,6 +141,8 @@ def test_prompt_limit(values: dict[str, Any], limit: int) -> None:
             {"actor": 1, "ref": 8, "engines": 4},
             13,
         ),
+        ({"load_rollouts": ".", "advantage_estimator": "reinforce"}, {"actor": 1, "ref": 8}, 9),
+        ({"rollout_only": True, "dump_rollouts": "dump"}, {"engines": 1}, 1),
     ],
 )
 def test_gpus(values: dict[str, Any], gpus: dict[str, int], total: int) -> None:

@@ -138,6 +138,15 @@ class TestPlacement:
         value, origin, notes = changed("vllm_enable_sleep", "--vllm_enable_sleep")
         assert value is False and "automatic" in origin and "--vllm_enable_sleep is off" in notes
 
+    @pytest.mark.parametrize("mode", ["--load_rollouts .", "--rollout_only --dump_rollouts none_yet"])
+    def test_half_a_run_takes_no_turns(self, mode: str) -> None:
+        flags = "--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep --eval_steps 2 --eval_dataset a/b"
+        value, origin, notes = changed("vllm_enable_sleep", *flags.split(), *mode.split())
+        assert value is False and mode.split()[0] in origin and "not shared in turns" in notes
+        assert changed("deepspeed_enable_sleep", *flags.split(), *mode.split())[0] is False
+        evaluated = changed("eval_steps", *flags.split(), *mode.split())
+        assert evaluated[0] == (-1 if "load" in mode else 2) and ("nothing is evaluated" in notes) == ("load" in mode)
+
     def test_sizes_follow_where_models_share(self) -> None:
         value, origin, _ = changed("ref_num_gpus_per_node", "--colocate_actor_ref", "--actor_num_gpus_per_node", "2")
         assert (value, origin) == (2, "automatic: --colocate_actor_ref")
@@ -195,6 +204,8 @@ class TestAlgorithm:
             ("--freezing_actor_steps 3 --advantage_estimator reinforce", "nothing is trained"),
             ("--freezing_actor_steps 3", ""),
             ("--normalize_reward", "only reward models"),
+            ("--enable_vllm_is_correction --min_p 0.1", "the ratios have a bias"),
+            ("--min_p 0.1", ""),
         ],
     )
     def test_remarks(self, flags: str, note: str) -> None:

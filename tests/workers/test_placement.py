@@ -66,6 +66,12 @@ def test_roles_that_are_not_needed_are_not_placed(flags: dict[str, object], abse
     assert absent not in plan_placement(config(colocate_critic_reward=True, **flags), "GPU").role_names
 
 
+def test_half_a_run_has_half_of_the_roles() -> None:
+    assert plan_placement(config(colocate_all_models=True, rollout_only=True), "GPU").role_names == ["engine"]
+    roles = plan_placement(config(colocate_all_models=True, load_rollouts="dump"), "GPU").role_names
+    assert "actor" in roles and "engine" not in roles
+
+
 def test_shares_of_three_fit_into_one_device() -> None:
     plan = plan_placement(config(colocate_all_models=True, advantage_estimator="rloo", remote_rm_url="r.py"), "GPU")
     (group,) = plan.groups
