@@ -81,7 +81,7 @@ def parse_line(line: str) -> tuple[str, tuple[str, ...]] | None:
         if "--num_rows" in rest:  # a flag of explain, not of the command
             at = rest.index("--num_rows")
             rest = rest[:at] + rest[at + 2 :]
-    if command == "convert" and rest and not rest[0].startswith("-"):
+    if command in ("convert", "reward") and rest and not rest[0].startswith("-"):
         rest = ["--task", *rest]
     rest = [word for word in rest if word not in ("&", "...")]
     if not command.isidentifier() or not any(word.startswith("--") for word in rest):

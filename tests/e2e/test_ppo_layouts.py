@@ -144,6 +144,26 @@ def test_samples_depend_on_their_seed_not_on_the_engine(stack: Stack) -> None:
             assert np.array_equal(first.token_ids, second.token_ids)
 
 
+def test_greedy_baselines_and_stop_strings(stack: Stack) -> None:
+    items = [replace(group.item, greedy_baseline=True) for group in stack.groups[:4]]
+    sampling = replace(training_sampling(stack.cfg), stop=("1",), min_p=0.01)
+    first, again = (
+        {g.item.group_id: g for g in stack.engines.run_groups(order, 4, sampling, START)}
+        for order in (items, items[::-1])
+    )
+    ends = []
+    for number, group in first.items():
+        greedy, other = group.baseline, again[number].baseline
+        assert greedy is not None and other is not None and greedy.reward is not None
+        assert greedy.token_ids.tolist() == other.token_ids.tolist() and greedy.sample_index == 4
+        for t in (*group.trajectories, greedy):
+            text = t.metadata["response"]
+            assert "1" not in text[:-1]
+            assert t.truncated == (not text.endswith(("1", "<eos>")))
+            ends.append(text.endswith("1"))
+    assert any(ends)
+
+
 def test_engine_and_trainer_agree_before_training(stack: Stack) -> None:
     for group, cfg in ((stack.system.actor, stack.cfg), (stack.sharded, stack.sharded_cfg)):
         experience = _experience(stack, group, cfg)

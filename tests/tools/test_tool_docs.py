@@ -28,20 +28,22 @@ def test_commands_parse(words: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     for folder in ("base", "adapter", "rm", "sft", "ckpt/checkpoints_sft"):
         (tmp_path / folder).mkdir(parents=True)
-    for file in ("prompts.jsonl", "responses.jsonl"):
+    for file in ("prompts.jsonl", "responses.jsonl", "reward.py"):
         (tmp_path / file).touch()
     command, rest = words[0], words[1:]
-    if command == "convert":
+    if command in ("convert", "reward"):
         rest = ["--task", *rest]
     parse_cli(command, rest)
 
 
 def test_there_are_commands_for_every_tool() -> None:
-    assert {" ".join(words[:2]) if words[0] == "convert" else words[0] for words in commands(TOOLS + SERVE)} == {
+    with_task = ("convert", "reward")
+    assert {" ".join(words[:2]) if words[0] in with_task else words[0] for words in commands(TOOLS + SERVE)} == {
         "lora_combiner",
         "convert zero2hf",
         "convert universal",
         "batch_inference",
+        "reward test",
         "serve_rm",
     }
 
