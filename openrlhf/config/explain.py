@@ -107,11 +107,15 @@ def _step_size(cfg: PPOConfig) -> int:
 
 
 def _describe_steps(cfg: TrainerOptions, derived: Derived) -> list[str]:
+    if isinstance(cfg, PPOConfig) and cfg.load_rollouts:
+        return [f"rollouts: those in {cfg.load_rollouts}"]
     if derived.num_rows is None:
         return ["total steps: depend on the number of rows; tell it with --num_rows"]
     lines = [f"rows: {derived.num_rows}"]
     if derived.num_rollouts is not None:
         lines.append(f"rollouts: {derived.num_rollouts}")
+    if isinstance(cfg, PPOConfig) and cfg.rollout_only:
+        return [*lines, "nothing is trained"]
     more = ", fewer if dynamic_filtering runs out of prompts" if getattr(cfg, "dynamic_filtering", False) else ""
     lines.append(f"total optimizer steps: {derived.total_steps}, {derived.warmup_steps} of them warm-up{more}")
     return lines

@@ -45,6 +45,16 @@ def test_explain_shows_origins_and_arithmetic(tmp_path: Path, capsys: pytest.Cap
         assert line in lines
 
 
+def test_explain_half_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, "explain", PPO, *REQUIRED[PPO], "--load_rollouts", ".", "--num_rows", "40")
+    assert (
+        "rollouts: those in ." in out and "total optimizer steps" not in out and "engines" not in out.split("GPUs (")[1]
+    )
+    flags = ["--rollout_only", "--dump_rollouts", "dump", "--num_rows", "2048"]
+    _, out, _ = run(capsys, "explain", PPO, *REQUIRED[PPO], *flags)
+    assert "rollouts: 2\n  nothing is trained\n  GPUs (or ranks, on CPU): 1 in all; engines 1" in out
+
+
 def test_explain_counts_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "rows.jsonl", "{}\n" * 110)
     flags = [
