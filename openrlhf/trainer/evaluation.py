@@ -10,26 +10,12 @@ from openrlhf.engines.pool import EnginePool
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.episodes import EpisodeFailure, PromptItem
 from openrlhf.rollout.metrics import eval_metrics
-from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
+from openrlhf.trainer.sampling import eval_sampling
 
 EVAL_EPOCH = 1_000_000_007
 """Stands for "evaluation" in the seeds, so that they differ from those of any training episode."""
-
-
-def eval_sampling(cfg: PPOConfig) -> SamplingParams:
-    """Sampling options of evaluation."""
-    return SamplingParams(
-        temperature=cfg.eval_temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        min_p=cfg.min_p,
-        stop=tuple(cfg.stop_strings or ()),
-        stop_token_ids=tuple(cfg.stop_token_ids or ()),
-        max_tokens=cfg.max_new_tokens,
-        min_tokens=0,
-    )
 
 
 class Evaluator:

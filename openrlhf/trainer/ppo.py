@@ -18,7 +18,6 @@ from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
 from openrlhf.rollout.metrics import rollout_metrics
-from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.evaluation import Evaluator
@@ -40,27 +39,13 @@ from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
 from openrlhf.trainer.prompt_stream import PromptStream
 from openrlhf.trainer.reward_inputs import RewardInputs
+from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import WeightCheck
 from openrlhf.workers.group import WorkerGroup
 
 SUMMARY = ("reward", "response_length", "kl", "policy_loss", "critic_loss")
 """Figures of the line that each step prints, where they exist."""
-
-
-def training_sampling(cfg: PPOConfig) -> SamplingParams:
-    """Sampling options of training rollouts. Nothing comes from the model's generation_config.json."""
-    return SamplingParams(
-        temperature=cfg.temperature,
-        top_p=cfg.top_p,
-        top_k=cfg.top_k,
-        min_p=cfg.min_p,
-        stop=tuple(cfg.stop_strings or ()),
-        stop_token_ids=tuple(cfg.stop_token_ids or ()),
-        max_tokens=cfg.max_new_tokens,
-        min_tokens=0,
-        logprobs=cfg.enable_vllm_is_correction,
-    )
 
 
 class PPOTrainer:

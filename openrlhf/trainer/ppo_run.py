@@ -22,10 +22,11 @@ from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.rewards import FunctionReward, make_reward_source
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
-from openrlhf.trainer.ppo import PPOTrainer, probe_ids, training_sampling
+from openrlhf.trainer.ppo import PPOTrainer, probe_ids
 from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, replayed_files, replayed_steps
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
+from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import start_system
 from openrlhf.trainer.weight_check import WeightMismatchError
 from openrlhf.utils import interrupts

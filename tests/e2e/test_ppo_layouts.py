@@ -29,8 +29,9 @@ from openrlhf.trainer.experience import (
     step_batches,
     token_outputs,
 )
-from openrlhf.trainer.ppo import probe_ids, training_sampling
+from openrlhf.trainer.ppo import probe_ids
 from openrlhf.trainer.prompt_stream import PromptStream
+from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem, start_system
 from openrlhf.trainer.weight_check import WeightCheck, WeightMismatchError
 from openrlhf.utils.tiny_model import make_tiny_model

@@ -15,8 +15,9 @@ from scripted_run import Policy, Pool, config, rows, trainer_arguments
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.dump import DumpError, RolloutDumpWriter, read_rollout_dump
-from openrlhf.trainer.ppo import PPOTrainer, training_sampling
+from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, dumped_groups, replayed_files, replayed_steps
+from openrlhf.trainer.sampling import training_sampling
 
 PROMPTS = rows(("d", "one"), ("e", "one"), ("f", "one"))
 
