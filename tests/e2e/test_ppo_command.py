@@ -125,16 +125,21 @@ def reward_server() -> Iterator[str]:
 
 
 def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: str, tmp_path: Path) -> None:
-    """GRPO with a reward server, KL loss, dynamic filtering, engine log-probs, evaluation, TensorBoard, in bf16."""
+    """GRPO with a reward server, KL loss, dynamic filtering, engine log-probs, evaluation, TensorBoard, in bf16.
+
+    The run's dump alone, without engines, gives the same policy.
+    """
     prompts = write_prompts(tmp_path / "prompts.jsonl", 24)
     flags = f"""--advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 0.01
         --param_dtype bf16 --zero_stage 2 --enable_vllm_is_correction --vllm_is_truncated_threshold 0.2 5
         --eps_clip_low_high 0.2 0.28 --entropy_loss_coef 0.001 --max_steps 2 --num_episodes 3
         --dynamic_filtering --dynamic_filtering_reward_range -0.5 0.99 --dynamic_filtering_max_rounds 20
-        --rollout_batch_size 4 --n_samples_per_prompt 8 --eval_dataset {prompts} --eval_steps 2 --eval_before_train
+        --rollout_batch_size 4 --n_samples_per_prompt 8 --eval_dataset val={prompts} --eval_steps 2 --eval_before_train
         --eval_n_samples_per_prompt 2 --save_steps 2 --use_tensorboard {tmp_path / "tb"} --wandb_run_name run""".split()
     before = shared_memory()
-    run = Command(MODULE, ppo_arguments(model, prompts, tmp_path, *flags, reward=reward_server)).run()
+    dump = tmp_path / "dump"
+    arguments = ppo_arguments(model, prompts, tmp_path, *flags, reward=reward_server)
+    run = Command(MODULE, [*arguments, "--dump_rollouts", str(dump)]).run()
     assert run.code == 0, run.output
     steps = read_metrics(tmp_path / "ckpt/run")
     assert len(steps) == 2
@@ -149,10 +154,22 @@ def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: 
     evaluations = read_metrics(tmp_path / "ckpt/run", "eval")
     assert [e["step"] for e in evaluations] == [0, 2]
     assert evaluations[0]["eval_num_samples"] == 48
-    assert {"eval_default_pass1", "eval_default_pass2", "eval_truncated_rate"} <= evaluations[0].keys()
+    assert {"eval_val_pass1", "eval_val_pass2", "eval_val_maj2", "eval_truncated_rate"} <= evaluations[0].keys()
+    assert len(list(dump.glob("rollout_step_*.jsonl"))) == len(list(dump.glob("eval_step_*.jsonl"))) == 2
     assert list((tmp_path / "tb/run").glob("events*"))
     assert (tmp_path / "ckpt/_actor/best_global_step2").is_dir()
-    assert_nothing_left(run.mark, before)
+
+    arguments = ppo_arguments(model, prompts, tmp_path / "replay", *flags, reward=reward_server)
+    replay = Command(MODULE, [*arguments, "--load_rollouts", str(dump)]).run()
+    assert replay.code == 0, replay.output
+    assert "engine" not in replay.output.split("Placement")[1].split("ready")[0].replace("Models and engines", "")
+    for one, other in zip(steps, read_metrics(tmp_path / "replay/ckpt/run"), strict=True):
+        for name in ("reward", "policy_loss", "kl", "vllm_kl", "actor_grad_norm", "actor_lr", "rollout/num_samples"):
+            assert one[name] == other[name], name
+    policy, again = (load_file(tmp_path / folder / "model/model.safetensors") for folder in (".", "replay"))
+    assert policy and all(torch.equal(tensor, again[name]) for name, tensor in policy.items())
+    for one_run in (run, replay):
+        assert_nothing_left(one_run.mark, before)
 
 
 AGENT_FILE = '''
