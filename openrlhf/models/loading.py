@@ -109,6 +109,15 @@ def _load_config(path: str) -> PretrainedConfig:
         ) from error
 
 
+def vocabulary_size(path: str) -> int:
+    """Number of token ids that a model knows (its tokenizer may use fewer).
+
+    Raises:
+        ModelLoadError: there is no such model.
+    """
+    return int(_load_config(path).get_text_config().vocab_size)
+
+
 def _quiet_progress_bars() -> None:
     """Progress bars are for terminals, and for one process at a time."""
     if not sys.stderr.isatty() or int(os.environ.get("RANK", "0")) > 0:

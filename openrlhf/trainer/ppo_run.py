@@ -15,7 +15,7 @@ from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.datasets.sources import DataError
 from openrlhf.engines.rollouts import RolloutSpec, reward_urls
-from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
+from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer, vocabulary_size
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.loader import load_agent_executor
@@ -139,7 +139,7 @@ def _train(cfg: PPOConfig, console: Console) -> None:
             with _dump_writer(cfg) as dump:
                 arguments = (cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, inputs.reward, logger, console)
                 if files:
-                    ReplayTrainer(files, *arguments, dump=dump).fit()
+                    ReplayTrainer(files, vocabulary_size(cfg.model_path), *arguments, dump=dump).fit()
                 else:
                     (RolloutOnlyTrainer if cfg.rollout_only else PPOTrainer)(*arguments, dump=dump).fit()
         finally:

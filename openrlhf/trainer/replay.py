@@ -37,12 +37,14 @@ class ReplayTrainer(PPOTrainer):
 
     Args:
         files: a rollout each; see :func:`replayed_files`.
+        vocabulary: number of tokens that the model knows.
         arguments: those of :class:`PPOTrainer`.
     """
 
-    def __init__(self, files: Sequence[Path], *arguments: Any, **options: Any) -> None:
+    def __init__(self, files: Sequence[Path], vocabulary: int, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._files = files
+        self._vocabulary = vocabulary
         self.total_rollouts = len(files)
 
     def _finished(self) -> bool:
@@ -52,8 +54,15 @@ class ReplayTrainer(PPOTrainer):
         return {}
 
     def _roll_out(self) -> CollectedGroups:
+        path = self._files[self.global_step]
         with self.console.phase("read"):
-            groups = dumped_groups(self._files[self.global_step])
+            groups = dumped_groups(path)
+        largest = max(int(t.token_ids.max()) for group in groups for t in group.trajectories)
+        if largest >= self._vocabulary:
+            raise DumpError(
+                f"{path} has the token id {largest}, and --pretrain {self.cfg.pretrain} knows {self._vocabulary} "
+                "tokens: the dump is of another model"
+            )
         return CollectedGroups(tuple(groups), seen=len(groups), kept=len(groups))
 
 

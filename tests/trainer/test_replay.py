@@ -55,7 +55,7 @@ def test_training_from_a_dump_sees_the_same_batches(tmp_path: Path) -> None:
 
     second = config(tmp_path, load_rollouts=dump, ckpt_path=str(tmp_path / "b"))
     again, files = Policy(), replayed_files(second)
-    finish(ReplayTrainer, second, Pool(), again, files=[files])
+    finish(ReplayTrainer, second, Pool(), again, files=[files, 100])
     assert again.calls == ["train", "train", "save_hf"]  # no weights travel
     assert len(policy.trained) == len(again.trained) == 2
     for one, other in zip(policy.trained, again.trained, strict=True):
@@ -71,6 +71,8 @@ def test_training_from_a_dump_sees_the_same_batches(tmp_path: Path) -> None:
             assert before[name] == after[name], name
     assert replayed_steps(second, files) == 2  # the second rollout has one prompt only
     assert replayed_files(config(tmp_path, load_rollouts=dump, max_steps=1)) == files[:1]
+    with pytest.raises(DumpError, match=r"000001.jsonl has the token id 1\d, and --pretrain .* knows 10 tokens"):
+        finish(ReplayTrainer, second, Pool(), Policy(), files=[files, 10])
 
 
 def test_rollout_only_writes_and_trains_nothing(tmp_path: Path) -> None:
