@@ -118,9 +118,12 @@ def facts(module: Any, work: Work, steps: list[float]) -> dict[str, Any]:
 def engine_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Steps of a training engine with its states offloaded and brought back before each."""
     from openrlhf.models import PolicyModel, load_causal_lm
+    from openrlhf.workers import deepspeed_engine
     from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
     from openrlhf.workers.distributed import init_distributed
 
+    # the stage that is named, also 3, which one rank would run as 2
+    deepspeed_engine.effective_zero_stage = lambda stage, keep: stage
     init_distributed(timeout_s=120)
     opts = configuration(folder, options.case_stage, options.case_checkpointing, options.more)
     engine = TrainEngine(PolicyModel(load_causal_lm(str(folder), opts)), opts, OptimizerSpec(LEARNING_RATE))

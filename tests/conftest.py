@@ -18,6 +18,16 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 _status = 0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side (pytest-xdist), a file's tests share their fixtures in one process; the long files start first."""
+    long = {item.path for item in items if item.get_closest_marker("e2e") or item.get_closest_marker("slow")}
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Remember how the suite ended, for the exit below."""
     global _status
@@ -30,6 +40,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
     All fixtures are finished and the summary is printed; only the exit status is left to give.
     """
+    if hasattr(config, "workerinput"):
+        return  # one of several processes: its results are still on their way
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(_status)

@@ -45,6 +45,8 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # The model runs in vLLM's engine process itself, which saves a process and its imports.
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # Small functions of vLLM would be compiled by a C++ compiler in the first requests, eager mode or not.
+        environment["TORCH_COMPILE_DISABLE"] = "1"
         # Ray gives an actor that books less than a core one thread.
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cfg.vllm_num_engines))
     return EngineSpec(

@@ -29,7 +29,7 @@ from openrlhf import platform
 from openrlhf.models.attention import PACKED_ATTENTION, check_packing
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.lora import LoraSettings, add_lora, is_peft
-from openrlhf.models.partition import whole
+from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.utils.files import publish_folder, temporary_folder
 from openrlhf.utils.logging import get_logger, note_once
 
@@ -196,7 +196,7 @@ def _zero3_loading(path: str, opts: ModelOptions, force: bool | None) -> Iterato
     folder = Path(path).expanduser()
     size = sum(f.stat().st_size for pattern in _WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
     wanted = force if force is not None else size >= ZERO3_INIT_BYTES
-    if opts.zero_stage != 3 or not wanted or opts.load_in_4bit:
+    if not wanted or opts.load_in_4bit or effective_zero_stage(opts.zero_stage) != 3:
         yield
         return
     from transformers.integrations import HfDeepSpeedConfig

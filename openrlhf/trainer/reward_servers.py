@@ -12,16 +12,17 @@ WAIT_SECONDS = 30.0
 """How long a server that is started beside the run may take to listen."""
 
 
-def wait_for_servers(urls: str, timeout: float = WAIT_SECONDS) -> None:
+def wait_for_servers(urls: str, timeout: float | None = None) -> None:
     """Wait until every server accepts connections.
 
     Args:
         urls: separated by commas.
-        timeout: seconds for all of them.
+        timeout: seconds for all of them; None = :data:`WAIT_SECONDS`.
 
     Raises:
         RewardError: one does not listen; names it and the reason.
     """
+    timeout = WAIT_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + timeout
     for url in (part.strip() for part in urls.split(",")):
         parts = urlsplit(url)

@@ -46,6 +46,8 @@ def _init(options: dict[str, Any]) -> None:
         except ConnectionError:
             if address != "auto":
                 raise
+    # By default Ray starts an idle process for every core at once, which slows the start of the real ones.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
 
 

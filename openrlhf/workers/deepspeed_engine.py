@@ -19,10 +19,11 @@ from openrlhf import platform
 from openrlhf.models.export import ExportedWeight, exported_weights
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.lora import is_peft
-from openrlhf.models.partition import whole
+from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.distributed import all_reduce_sum, barrier
+from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
 
 logger = get_logger(__name__)
@@ -68,14 +69,15 @@ class NonFiniteError(FloatingPointError):
     """A loss or gradient is NaN or infinite. The weights were not touched."""
 
 
-def deepspeed_config(opts: DeepSpeedOptions, *, training: bool, param_offload: bool) -> dict[str, Any]:
+def deepspeed_config(opts: DeepSpeedOptions, stage: int, *, training: bool, param_offload: bool) -> dict[str, Any]:
     """DeepSpeed's configuration. Accumulation is ours, so batch sizes are 1 and mean nothing."""
     zero: dict[str, Any] = {
-        "stage": _zero_stage(opts),
+        # without ZeRO, DeepSpeed has no float32 master weights; ZeRO-1 does what is wanted and partitions only them
+        "stage": 1 if stage == 0 and opts.param_dtype != "fp32" else stage,
         "overlap_comm": opts.overlap_comm,
         "contiguous_gradients": opts.overlap_comm,
         "zero_hpz_partition_size": opts.zpg,
-        "offload_param": {"device": "cpu" if param_offload else "none"},
+        "offload_param": {"device": "cpu" if param_offload and stage == 3 else "none"},
     }
     if training:
         offload = _offloads_adam(opts)
@@ -105,11 +107,6 @@ def deepspeed_config(opts: DeepSpeedOptions, *, training: bool, param_offload: b
 
 def _on_gpu() -> bool:
     return platform.device_type() == "cuda"
-
-
-def _zero_stage(opts: DeepSpeedOptions) -> int:
-    """Without ZeRO, DeepSpeed has no float32 master weights; ZeRO-1 does what is wanted and partitions only them."""
-    return 1 if opts.zero_stage == 0 and opts.param_dtype != "fp32" else opts.zero_stage
 
 
 def _offloads_adam(opts: DeepSpeedOptions) -> bool:
@@ -167,8 +164,11 @@ class TrainEngine:
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
         self._asleep = False
-        self._partitioned = opts.zero_stage == 3
-        config = deepspeed_config(opts, training=self.training, param_offload=param_offload and self._partitioned)
+        self._universal = bool(getattr(opts, "use_ds_universal_ckpt", False))
+        self._stage = effective_zero_stage(opts.zero_stage, keep=param_offload or self._universal)
+        if self.training and self._stage != opts.zero_stage:
+            logger.info("one rank has nothing to partition: --zero_stage %d runs as %d", opts.zero_stage, self._stage)
+        config = deepspeed_config(opts, self._stage, training=self.training, param_offload=param_offload)
         self._engine: Any = None
         if optimizer is not None:
             built = build_optimizer(model, optimizer, _offloads_adam(opts))
@@ -178,13 +178,18 @@ class TrainEngine:
             )
             if getattr(opts, "deepcompile", False):
                 self._engine.compile()
-        elif self._partitioned:
+        elif self._stage == 3:
             self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
-        else:
-            model = model.to("cpu" if param_offload else self.device)
         self.module: nn.Module = self._engine.module if self._engine is not None else model
         if not self.training:
             self.module.requires_grad_(False).eval()
+        self._frozen: FrozenWeights | None = None
+        if self._engine is None:
+            self._frozen = FrozenWeights(self.module, self.device)
+            if param_offload:
+                self._frozen.to_cpu()
+            else:
+                self._frozen.to_device()
 
     # ------------------------------------------------------------------------------------------ forward, backward
 
@@ -201,15 +206,15 @@ class TrainEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank must call it equally often under ZeRO-3."""
         self._require_awake("a forward pass")
-        if self._engine is not None:
+        if self._frozen is None:
             return self._engine(*args, **kwargs)
         if not self.param_offload:
             return self.module(*args, **kwargs)
-        self.module.to(self.device)
+        self._frozen.to_device()
         try:
             return self.module(*args, **kwargs)
         finally:
-            self.module.to("cpu")
+            self._frozen.to_cpu()
 
     def train(self) -> None:
         """Training mode."""
@@ -423,7 +428,7 @@ class TrainEngine:
     def _meta(self) -> dict[str, Any]:
         return {
             "world_size": dist.get_world_size(),
-            "zero_stage": self.opts.zero_stage,
+            "zero_stage": self._stage,
             "param_dtype": self.opts.param_dtype,
             "step": self.step_count,
         }
@@ -438,19 +443,18 @@ class TrainEngine:
             CheckpointError: nothing there, damaged, or written by another number of ranks or ZeRO stage.
         """
         self._require_training("load_checkpoint")
-        universal = bool(getattr(self.opts, "use_ds_universal_ckpt", False))
-        name = files.LATEST_UNIVERSAL if universal else files.LATEST
+        name = files.LATEST_UNIVERSAL if self._universal else files.LATEST
         tag = tag or files.latest_tag(root, name)
         if tag is None:
             raise files.CheckpointError(f"{root} has no file {name!r}: there is no checkpoint to resume from")
-        if not universal:
+        if not self._universal:
             self._check_meta(root, tag)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
         path, state = self._engine.load_checkpoint(str(root), tag=tag)
         if path is None:
             raise files.CheckpointError(f"DeepSpeed could not read checkpoint {Path(root) / tag}")
         self.step_count = int(state["step_count"])
-        if universal:
+        if self._universal:
             self._separate_steps()
         self._apply_settings(asked)
         rng = Path(root) / tag / f"rng_{dist.get_rank()}.pt"
@@ -480,14 +484,19 @@ class TrainEngine:
 
     def _check_meta(self, root: str | Path, tag: str) -> None:
         saved, now = files.read_meta(root, tag), self._meta()
-        flags = {"zero_stage": "--zero_stage", "param_dtype": "--param_dtype"}
-        wrong = [f"{flag} was {saved[key]}, is {now[key]}" for key, flag in flags.items() if saved[key] != now[key]]
+        convert = f"run `openrlhf convert universal --ckpt_path {root}` and add --use_ds_universal_ckpt"
+        wrong = []
+        if saved["param_dtype"] != now["param_dtype"]:
+            wrong.append(f"--param_dtype was {saved['param_dtype']}, is {now['param_dtype']}")
         if saved["world_size"] != now["world_size"]:
             wrong.append(
                 f"it was written by {saved['world_size']} ranks and this run has {now['world_size']} (start with "
-                f"the same number, or run `openrlhf convert universal --ckpt_path {root}` and add "
-                "--use_ds_universal_ckpt)"
+                f"the same number, or {convert})"
             )
+        elif saved["zero_stage"] == self.opts.zero_stage != now["zero_stage"]:
+            wrong.append(f"it has the partitions of several ranks' ZeRO-{saved['zero_stage']} ({convert})")
+        elif saved["zero_stage"] != now["zero_stage"]:
+            wrong.append(f"--zero_stage was {saved['zero_stage']}, is {self.opts.zero_stage}")
         if wrong:
             raise files.CheckpointError(f"cannot resume from {Path(root) / tag}: {'; '.join(wrong)}")
 
@@ -502,8 +511,8 @@ class TrainEngine:
         self._asleep = True
         if not _on_gpu():
             return
-        if self._engine is None:
-            self.module.to("cpu")
+        if self._frozen is not None:
+            self._frozen.to_cpu()
         elif self.training and not self.opts.adam_offload:
             with _any_adam_may_sleep():
                 self._engine.offload_states(pin_memory=True, non_blocking=True)
@@ -515,9 +524,9 @@ class TrainEngine:
         self._asleep = False
         if not _on_gpu():
             return
-        if self._engine is None:
+        if self._frozen is not None:
             if not self.param_offload:
-                self.module.to(self.device)
+                self._frozen.to_device()
         elif self.training and not self.opts.adam_offload:
             self._engine.reload_states(non_blocking=True)
         platform.synchronize()

@@ -24,6 +24,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny_model(tmp_path_factory.mktemp("sleep") / "model", "qwen3", **shape)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_frozen_models_leave_the_gpu_and_come_back(folder: str, offload: bool) -> None:
+    from openrlhf.workers.deepspeed_engine import TrainEngine
+    from openrlhf.workers.distributed import init_distributed
+
+    init_distributed(timeout_s=120)
+    opts = options(zero_stage=2, param_dtype="bf16")
+    model = load_causal_lm(folder, opts, trainable=False)
+    batch = packed(sequences((64, 5, 129, 30)))
+    size = sum(p.nbytes for p in model.parameters())
+    engine = TrainEngine(PolicyModel(model), opts, None, param_offload=offload)
+    with torch.no_grad():
+        expected = engine(batch.to(engine.device)).logprobs.cpu()
+        awake = torch.cuda.memory_allocated()
+        for _ in range(2):
+            engine.offload_states()
+            assert awake - torch.cuda.memory_allocated() >= (0 if offload else size)
+            engine.reload_states()
+            assert torch.equal(engine(batch.to(engine.device)).logprobs.cpu(), expected)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sleep_between_steps_changes_nothing(folder: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from openrlhf.workers import deepspeed_engine
@@ -39,6 +60,8 @@ def test_sleep_between_steps_changes_nothing(folder: str, stage: int, monkeypatc
         return config
 
     monkeypatch.setattr(deepspeed_engine, "deepspeed_config", many_groups)
+    # stage 3 itself, which one rank would run as 2
+    monkeypatch.setattr(deepspeed_engine, "effective_zero_stage", lambda stage, keep: stage)
     batch = packed(sequences((64, 5, 129, 30)))
 
     def logprobs(sleep: bool) -> list[torch.Tensor]:

@@ -41,6 +41,14 @@ class PreferenceRuns:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side, all that judge these trainings are in the process that runs them."""
+    for item in items:
+        if "preference_runs" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("preference_runs"))
+
+
 @pytest.fixture(scope="session")
 def preference_runs(tmp_path_factory: pytest.TempPathFactory) -> PreferenceRuns:
     folder = tmp_path_factory.mktemp("preference")

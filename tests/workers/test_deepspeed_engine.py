@@ -143,7 +143,7 @@ def test_rotation_keeps_the_newest_and_the_best(results: dict[str, Any]) -> None
 
 def test_checkpoints_of_another_setup_are_refused(all_results: dict[int, dict[str, Any]]) -> None:
     for results in all_results.values():
-        assert "--zero_stage was 2, is 3" in results["other stage"]
+        assert "--zero_stage was 2, is 1" in results["other stage"]
         assert "no checkpoint to resume from" in results["nothing there"]
     message = all_results[1]["other ranks"]
     assert "written by 2 ranks and this run has 1" in message and "--use_ds_universal_ckpt" in message
@@ -157,6 +157,11 @@ def test_universal_checkpoint_resumes_on_another_number_of_ranks(
     assert resumed["state"] == straight["state"]
     assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-6)
     assert resumed["norms"] == pytest.approx(straight["norms"], rel=1e-5)
+
+
+def test_one_rank_is_told_how_to_go_on_from_partitions(all_results: dict[int, dict[str, Any]]) -> None:
+    message = all_results[1]["partitions of stage 3"]
+    assert "partitions of several ranks' ZeRO-3" in message and "--use_ds_universal_ckpt" in message
 
 
 def test_flags_of_the_new_run_hold_after_a_resume(results: dict[str, Any]) -> None:

@@ -14,12 +14,9 @@ from openrlhf.engines.weight_sync.sender import EngineClient, WeightSyncError
 
 @ray.remote(num_cpus=0)
 class FakeEngine:
-    def __init__(self, mode: str = "ok") -> None:
+    def become(self, mode: str, request: Any) -> None:
         self.mode = mode
         self.calls: list[Any] = []
-
-    def warm_up(self, request: Any) -> None:
-        pass
 
     def init_weight_transfer_engine(self, request: Any) -> None:
         self.calls.append(request.init_info)
@@ -43,44 +40,45 @@ class FakeEngine:
         return self.calls
 
 
-def started(*modes: str) -> list[Any]:
-    """Engines that answer already, so that the deadlines below measure the calls alone."""
-    engines = [FakeEngine.remote(mode) for mode in modes]
-    # The first request makes each process import vLLM, which takes longer than those deadlines.
-    ray.get([engine.warm_up.remote(WeightTransferInitRequest()) for engine in engines], timeout=300)
-    return engines
-
-
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def processes() -> Iterator[list[Any]]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield
+    yield [FakeEngine.remote() for _ in range(3)]
     ray.shutdown()
 
 
+def engines(processes: list[Any], *modes: str) -> list[Any]:
+    """Engines that answer already, so that the deadlines below measure the calls alone."""
+    chosen = processes[: len(modes)]
+    # The first request makes each process import vLLM, which takes longer than those deadlines.
+    request = WeightTransferInitRequest()
+    ray.get([p.become.remote(mode, request) for p, mode in zip(chosen, modes, strict=True)], timeout=300)
+    return chosen
+
+
 @pytest.mark.slow
-def test_every_engine_gets_every_call_and_its_own_ranks(cluster: None) -> None:
-    engines = started("ok", "ok", "ok")
-    client = EngineClient(engines, workers_per_engine=2, timeout=20)
+def test_every_engine_gets_every_call_and_its_own_ranks(processes: list[Any]) -> None:
+    chosen = engines(processes, "ok", "ok", "ok")
+    client = EngineClient(chosen, workers_per_engine=2, timeout=20)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
     client.start_weight_update()
     client.update_weights({"names": ["w"]})
     client.finish_weight_update()
-    seen = ray.get([engine.seen.remote() for engine in engines])
+    seen = ray.get([engine.seen.remote() for engine in chosen])
     assert [calls[0]["rank_offset"] for calls in seen] == [1, 3, 5]
     # One sync is three calls an engine, however many parameters there are.
     assert all(calls[1:] == ["start", {"names": ["w"]}, "finish"] for calls in seen)
 
 
 @pytest.mark.slow
-def test_a_failing_engine_is_named_with_its_error(cluster: None) -> None:
-    client = EngineClient(started("ok", "raise"), workers_per_engine=1, timeout=20)
+def test_a_failing_engine_is_named_with_its_error(processes: list[Any]) -> None:
+    client = EngineClient(engines(processes, "ok", "raise"), workers_per_engine=1, timeout=20)
     with pytest.raises(WeightSyncError, match=r"(?s)update_weights failed in engine 1.*shape mismatch in parameter 3"):
         client.update_weights({})
 
 
 @pytest.mark.slow
-def test_a_silent_engine_is_named_within_the_limit(cluster: None) -> None:
-    client = EngineClient(started("hang", "ok"), workers_per_engine=1, timeout=2)
+def test_a_silent_engine_is_named_within_the_limit(processes: list[Any]) -> None:
+    client = EngineClient(engines(processes, "hang", "ok"), workers_per_engine=1, timeout=2)
     with pytest.raises(WeightSyncError, match="update_weights did not finish in engine 0 within 2 s"):
         client.update_weights({})
