@@ -21,10 +21,6 @@ class NotYet(NamedTuple):
 
 
 NOT_YET: dict[str, NotYet] = {
-    "async_train": NotYet(lambda cfg: cfg.async_train, "generating while training is not available", "leave it out"),
-    "partial_rollout": NotYet(
-        lambda cfg: cfg.partial_rollout, "it needs async_train, which is not available", "leave it out"
-    ),
     "load_in_4bit": NotYet(
         lambda cfg: cfg.load_in_4bit, "4-bit base weights are not available", "use --param_dtype bf16"
     ),

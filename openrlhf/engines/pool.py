@@ -23,6 +23,66 @@ SAMPLES_IN_FLIGHT = 1024
 """Samples one engine is given before others wait at the driver: enough to fill it, few enough to balance engines."""
 
 
+class GroupCalls:
+    """Groups in flight: each prompt goes to the least loaded engine.
+
+    Args:
+        group: the engines.
+        samples_per_prompt: episodes of each prompt.
+        sampling: options of every episode.
+        timeout: seconds that a prompt may take once it is submitted.
+    """
+
+    def __init__(self, group: WorkerGroup, samples_per_prompt: int, sampling: SamplingParams, timeout: float) -> None:
+        self._group = group
+        self._samples = samples_per_prompt
+        self._sampling = sampling
+        self._timeout = timeout
+        self._room = max(1, SAMPLES_IN_FLIGHT // samples_per_prompt)
+        self._load = [0] * len(group)
+        self._running: dict[ray.ObjectRef, tuple[int, PromptItem, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_room(self) -> bool:
+        """An engine can be given another prompt."""
+        return min(self._load) < self._room
+
+    def submit(self, prompt: PromptItem) -> None:
+        index = self._load.index(min(self._load))
+        call = self._group.members[index].handle.run_group.remote(prompt, self._samples, self._sampling)
+        self._running[call] = (index, prompt, time.monotonic() + self._timeout)
+        self._load[index] += 1
+
+    def wait(self, seconds: float) -> list[Group]:
+        """The groups that finish next; empty when none does within ``seconds``.
+
+        Raises:
+            WorkerError: an engine failed or died, or a prompt's time is over; names the prompts that were not done.
+        """
+        done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        groups = []
+        for call in done:
+            index, _, _ = self._running.pop(call)
+            self._load[index] -= 1
+            groups.extend(PendingCall("run_group", {call: self._group.members[index]}).result(timeout=0.0))
+        if any(deadline < time.monotonic() for _, _, deadline in self._running.values()):
+            self._raise_late()
+        return groups
+
+    def _raise_late(self) -> NoReturn:
+        prompts = sorted(prompt.prompt_id for _, prompt, _ in self._running.values())
+        engines = sorted({self._group.members[index].name for index, _, _ in self._running.values()})
+        shown = ", ".join(map(str, prompts[:10])) + (" ..." if len(prompts) > 10 else "")
+        raise WorkerError(
+            f"{len(prompts)} prompts were not done after {self._timeout:g} s (--rollout_timeout) in "
+            f"{', '.join(engines)}; prompt ids {shown}. Is a reward or an agent stuck?\n"
+            + self._group.members[0].log_excerpt()
+        )
+
+
 class EnginePool:
     """The engines of a run.
 
@@ -56,47 +116,25 @@ class EnginePool:
             prompts: taken one by one as engines have room; asked again after every finished group.
             samples_per_prompt: episodes of each.
             sampling: options of every episode; each gets a seed of its own from run, epoch, prompt and sample.
-            timeout: seconds for all of it.
+            timeout: seconds that each may take.
 
         Raises:
             WorkerError: an engine failed or died, or time ran out; names the prompts that were not done.
         """
-        deadline = time.monotonic() + timeout
         source = iter(prompts)
-        room = max(1, SAMPLES_IN_FLIGHT // samples_per_prompt)
-        load = [0] * len(self.group)
-        running: dict[ray.ObjectRef, tuple[int, PromptItem, PendingCall]] = {}
+        calls = self.group_calls(samples_per_prompt, sampling, timeout)
         while True:
             # Asked again after every finished group: filtering may have made more prompts necessary.
-            while min(load) < room and (prompt := next(source, None)) is not None:
-                index = load.index(min(load))
-                member = self.group.members[index]
-                call = member.handle.run_group.remote(prompt, samples_per_prompt, sampling)
-                running[call] = (index, prompt, PendingCall("run_group", {call: member}))
-                load[index] += 1
-            if not running:
+            while calls.has_room and (prompt := next(source, None)) is not None:
+                calls.submit(prompt)
+            if not len(calls):
                 return
-            left = max(0.0, deadline - time.monotonic())
-            done, _ = ray.wait(list(running), num_returns=1, timeout=min(left, interrupts.POLL_SECONDS))
+            yield from calls.wait(interrupts.POLL_SECONDS)
             interrupts.check()
-            if not done and left <= interrupts.POLL_SECONDS:
-                self._raise_late(running, timeout)
-            for call in done:
-                index, _, pending = running.pop(call)
-                load[index] -= 1
-                yield pending.result(timeout=0.0)[0]
 
-    def _raise_late(
-        self, running: dict[ray.ObjectRef, tuple[int, PromptItem, PendingCall]], timeout: float
-    ) -> NoReturn:
-        prompts = sorted(prompt.prompt_id for _, prompt, _ in running.values())
-        engines = sorted({self.group.members[index].name for index, _, _ in running.values()})
-        shown = ", ".join(map(str, prompts[:10])) + (" ..." if len(prompts) > 10 else "")
-        raise WorkerError(
-            f"{len(prompts)} prompts were not done after {timeout:g} s (--rollout_timeout) in "
-            f"{', '.join(engines)}; prompt ids {shown}. Is a reward or an agent stuck?\n"
-            + self.group.members[0].log_excerpt()
-        )
+    def group_calls(self, samples_per_prompt: int, sampling: SamplingParams, timeout: float) -> GroupCalls:
+        """Groups of a rollout, to be submitted and waited for one by one; see :meth:`run_groups`."""
+        return GroupCalls(self.group, samples_per_prompt, sampling, timeout)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[list[float]]:
         """Each engine's log-probs of a text (temperature 1)."""

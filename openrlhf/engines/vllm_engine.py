@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -28,17 +29,20 @@ def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
+UNSYNCED = "default"
+"""vLLM's label of the weights that it loaded itself."""
+
+
 class VLLMEngine:
     """A vLLM ``AsyncLLM`` and the episodes that use it.
 
     Sampling log-probs are those of the processed distribution (temperature, top-p, top-k), since that is the
-    distribution the tokens came from. ``weight_version`` counts finished weight updates.
+    distribution the tokens came from. Weight versions are the trainer's numbers, 0 for the model as it was loaded.
     """
 
     def __init__(self, spec: EngineSpec, visible_devices: str | None = None) -> None:
         _prepare_process(spec, visible_devices)
         self.spec = spec
-        self.weight_version = 0
         self._request_ids = itertools.count()
         self._runner: GroupRunner | None = None
         self._llm: Any = None
@@ -93,7 +97,6 @@ class VLLMEngine:
 
     async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
         """Sample one continuation of a prompt; ids in, ids out."""
-        version = self.weight_version
         output = await self._run(prompt_token_ids, self._vllm_sampling(sampling))
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
@@ -104,7 +107,7 @@ class VLLMEngine:
             token_ids=token_ids,
             logprobs=logprobs,
             finish_reason=completion.finish_reason or "abort",
-            weight_version=version,
+            weight_version=_token_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.stop_reason,
         )
 
@@ -164,16 +167,26 @@ class VLLMEngine:
         await self._llm.init_weight_transfer_engine(request)
 
     async def start_weight_update(self) -> None:
+        """Begin an update. Running requests are frozen: they keep their tokens and go on with the new weights."""
+        # Engines that can sleep did so since the last request, and take no other before the update is over.
+        if not self.spec.enable_sleep:
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
         await self._llm.update_weights(request)
 
-    async def finish_weight_update(self) -> None:
-        await self._llm.finish_weight_update()
-        # Cached prefixes were computed with the old weights.
-        await self._llm.reset_prefix_cache()
-        self.weight_version += 1
+    async def finish_weight_update(self, weight_version: int) -> None:
+        """End an update: tokens that are sampled from now on carry this version.
+
+        Raises:
+            RuntimeError: requests hold on to what was computed with the old weights.
+        """
+        await self._llm.finish_weight_update(weight_version=str(weight_version))
+        if not await self._llm.reset_prefix_cache():
+            raise RuntimeError("the cache of prefixes could not be cleared after a weight update: requests are running")
+        if not self.spec.enable_sleep:
+            await self._llm.resume_generation()
 
     async def weight_digests(self) -> list[dict[str, str]]:
         """SHA-256 of every parameter, one dict per tensor-parallel worker."""
@@ -204,6 +217,15 @@ class VLLMEngine:
                 self._llm.shutdown()
         finally:
             unlink_shared_resources()
+
+
+def _token_versions(spans: Sequence[Any] | None, count: int) -> int | list[int]:
+    """Weight versions of a response from vLLM's spans: one for all of it, or one for each of ``count`` tokens."""
+    versions = [0 if span.version == UNSYNCED else int(span.version) for span in spans or ()]
+    if len(set(versions)) <= 1:
+        return versions[0] if versions else 0
+    each = [version for version, span in zip(versions, spans or (), strict=True) for _ in range(span.start, span.end)]
+    return each[:count]
 
 
 VLLMEngineActor = ray.remote(VLLMEngine)

@@ -39,6 +39,11 @@ class RolloutBuffer:
         return len(self._groups)
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, oldest entry first."""
+        return tuple(self._groups)
+
+    @property
     def num_samples(self) -> int:
         """Number of trajectories over all groups."""
         return sum(len(group.trajectories) for group in self._groups)

@@ -1,9 +1,10 @@
-"""The synchronous PPO loop: prompts, rollout, experience, update, weight sync, evaluation, checkpoint."""
+"""The PPO loop: prompts, rollout, experience, update, weight sync, evaluation, checkpoint."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -144,8 +145,13 @@ class PPOTrainer:
     def _sync_weights(self) -> dict[str, float]:
         """Give the engines the actor's weights, and make sure that they have them; metrics of both."""
         with self.console.phase("weight sync"):
-            sync = self.system.sync_weights(self.weight_check.probe)
+            with self._weights_may_change():
+                sync = self.system.sync_weights(self.weight_check.probe, self.global_step)
         return {"timing/sync_transfer": sync.seconds, **self.weight_check.run(sync.trainer_logprobs)}
+
+    def _weights_may_change(self) -> AbstractContextManager[None]:
+        """Around a transfer of weights; here nothing is generated meanwhile."""
+        return nullcontext()
 
     def _evaluate(self) -> None:
         metrics = self.evaluator.run(self.global_step)

@@ -23,6 +23,7 @@ from openrlhf.rollout.rewards import FunctionReward, make_reward_source
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids
+from openrlhf.trainer.ppo_async import AsyncPPOTrainer
 from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, replayed_files, replayed_steps
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
@@ -141,7 +142,8 @@ def _train(cfg: PPOConfig, console: Console) -> None:
                 if files:
                     ReplayTrainer(files, vocabulary_size(cfg.model_path), *arguments, dump=dump).fit()
                 else:
-                    (RolloutOnlyTrainer if cfg.rollout_only else PPOTrainer)(*arguments, dump=dump).fit()
+                    trainer = RolloutOnlyTrainer if cfg.rollout_only else PPOTrainer
+                    (AsyncPPOTrainer if cfg.async_train else trainer)(*arguments, dump=dump).fit()
         finally:
             with interrupts.cleaning_up():
                 system.close()

@@ -119,7 +119,12 @@ class SFTTrainer(SupervisedTrainer):
         return reduce_metrics(metrics)
 
 
-def _read_data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SFTDataset, SFTDataset | None]:
+def read_data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SFTDataset, SFTDataset | None]:
+    """Rows to train on and, with ``--eval_dataset``, to evaluate on, as ids.
+
+    Raises:
+        DataError: a source can't be read, or has nothing to learn from.
+    """
     assert cfg.dataset is not None
     rows = load_configured_rows(cfg)
     style = SFTFormat.from_config(cfg)
@@ -139,7 +144,7 @@ def train(cfg: SFTConfig, world: World) -> None:
     tokenizer = load_tokenizer(
         cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
     )
-    data, eval_data = _read_data(cfg, tokenizer)
+    data, eval_data = read_data(cfg, tokenizer)
     steps = total_steps(cfg, len(data), world)
     optimizer, scheduler = optimizer_specs(cfg, steps)
     model = load_causal_lm(cfg.pretrain, cfg)

@@ -86,15 +86,16 @@ class PPOSystem:
         with self.training():
             yield
 
-    def sync_weights(self, probe: Sequence[int]) -> WeightSync:
+    def sync_weights(self, probe: Sequence[int], version: int) -> WeightSync:
         """Send the actor's weights to the engines and make these ready to generate.
 
         Args:
             probe: token ids of a text that the actor scores before its weights leave the device.
+            version: the weights' number, which the tokens that they sample will carry.
         """
         if self.cfg.vllm_enable_sleep:
             self.engines.wake(["weights"])
-        seconds = max(self.actor.call("sync_weights"))
+        seconds = max(self.actor.call("sync_weights", version))
         logprobs = self.actor.call("probe", list(probe))[0]
         if self.cfg.deepspeed_enable_sleep:
             for group in self.model_groups:

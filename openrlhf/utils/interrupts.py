@@ -17,6 +17,7 @@ POLL_SECONDS = 2.0
 """How long a wait may go without looking."""
 
 _requested: signal.Signals | None = None
+_failure: BaseException | None = None
 _cleaning = threading.Event()
 
 
@@ -26,16 +27,26 @@ def requested() -> str | None:
 
 
 def check() -> None:
-    """Raise KeyboardInterrupt when the end was asked for and the exception of the handler got lost."""
-    if _requested is not None and not _cleaning.is_set():
+    """Raise what ends the run: a failure elsewhere, or KeyboardInterrupt when the handler's exception got lost."""
+    if _cleaning.is_set():
+        return
+    if _failure is not None:
+        raise _failure
+    if _requested is not None:
         raise KeyboardInterrupt(_requested.name)
+
+
+def fail(error: BaseException) -> None:
+    """For a thread that can't go on: every wait of the run ends with this error."""
+    global _failure
+    _failure = error
 
 
 @contextmanager
 def handled() -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM raises KeyboardInterrupt; later ones are ignored."""
-    global _requested
-    _requested = None
+    global _requested, _failure
+    _requested = _failure = None
     _cleaning.clear()
     before = {number: signal.signal(number, _handle) for number in SIGNALS}
     try:

@@ -223,9 +223,10 @@ class PolicyWorker(TrainedWorker):
             timeout=timeout,
         )
 
-    def sync_weights(self) -> float:
-        """Send all weights to all engines; returns the seconds it took."""
+    def sync_weights(self, version: int) -> float:
+        """Send all weights to all engines under this version number; returns the seconds it took."""
         started = time.monotonic()
+        self._sender.client.weight_version = version
         self._sender.send_weights()
         return time.monotonic() - started
 

@@ -189,7 +189,7 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
     check = WeightCheck(stack.cfg, stack.engines, stack.probe)
     with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
         check.run(stack.system.actor.call("probe", stack.probe)[0])  # the sync is left out
-    sync = stack.system.sync_weights(stack.probe)
+    sync = stack.system.sync_weights(stack.probe, 1)
     assert sync.seconds < 60
     assert check.run(sync.trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
 
@@ -200,7 +200,7 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
         check.run(stack.sharded.call("probe", stack.probe)[0])
     sharded = replace(stack.system, actor=stack.sharded)
     for _ in range(2):
-        assert check.run(sharded.sync_weights(stack.probe).trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
+        assert check.run(sharded.sync_weights(stack.probe, 1).trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
     digests = stack.engines.weight_digests()
     assert digests[0] == digests[1]
     assert ray.get(stack.engines.group.handles[0].health.remote()) is None

@@ -40,11 +40,13 @@ class EngineClient:
         handles: the engine actors.
         workers_per_engine: vLLM workers (tensor-parallel ranks) of each.
         timeout: seconds that one call may take.
+        weight_version: the number of the weights that are sent next.
     """
 
     handles: Sequence[ActorHandle]
     workers_per_engine: int
     timeout: float
+    weight_version: int = 0
 
     def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
         calls = [getattr(handle, method).remote(*args) for handle, args in zip(self.handles, arguments, strict=True)]
@@ -77,7 +79,8 @@ class EngineClient:
         self._call("update_weights", [(request,)] * len(self.handles))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._call("finish_weight_update", [()] * len(self.handles))
+        # vLLM's trainer engines pass no version on.
+        self._call("finish_weight_update", [(self.weight_version,)] * len(self.handles))
 
 
 def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: float) -> TrainerInitInfo:

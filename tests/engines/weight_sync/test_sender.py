@@ -33,8 +33,8 @@ class FakeEngine:
             time.sleep(60)
         self.calls.append(request.update_info)
 
-    def finish_weight_update(self) -> None:
-        self.calls.append("finish")
+    def finish_weight_update(self, weight_version: int) -> None:
+        self.calls.append(("finish", weight_version))
 
     def seen(self) -> list[Any]:
         return self.calls
@@ -63,11 +63,12 @@ def test_every_engine_gets_every_call_and_its_own_ranks(processes: list[Any]) ->
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
     client.start_weight_update()
     client.update_weights({"names": ["w"]})
+    client.weight_version = 7
     client.finish_weight_update()
     seen = ray.get([engine.seen.remote() for engine in chosen])
     assert [calls[0]["rank_offset"] for calls in seen] == [1, 3, 5]
     # One sync is three calls an engine, however many parameters there are.
-    assert all(calls[1:] == ["start", {"names": ["w"]}, "finish"] for calls in seen)
+    assert all(calls[1:] == ["start", {"names": ["w"]}, ("finish", 7)] for calls in seen)
 
 
 @pytest.mark.slow

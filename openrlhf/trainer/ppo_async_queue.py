@@ -1,0 +1,252 @@
+"""Which prompts may be generated ahead of training, and which finished groups a step trains on. No threads, no Ray.
+
+A *version* numbers the weights: version v is the policy after v steps, and step v trains on top of it. The queue never
+starts more than the next ``queue_size`` steps can use, counted from the step that is training. A step takes the oldest
+finished groups, and begins only when the steps after it will be in time for all others. So no token is ever trained on
+more than ``queue_size`` versions after it was sampled, and nothing has to be thrown away. Groups that are too old all
+the same (a run that goes on with a smaller queue) are dropped, counted, and their prompts generated again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from openrlhf.rollout.buffer import RolloutBuffer, group_version
+from openrlhf.rollout.episodes import Group, PromptItem
+from openrlhf.rollout.errors import NoLearnableGroups
+from openrlhf.rollout.filters import CollectedGroups, DynamicFilter
+from openrlhf.trainer.prompt_stream import PromptStream
+
+
+class StalenessError(RuntimeError):
+    """A group that is about to be trained on is older than the queue allows: a fault of the queue itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncGroups(CollectedGroups):
+    """The groups of a step, with the state of the queue they came from.
+
+    Attributes:
+        stale: groups dropped since the last step because they had become too old.
+        waiting: finished groups that stay in the queue.
+        in_flight: prompts that are being generated.
+    """
+
+    stale: int = 0
+    waiting: int = 0
+    in_flight: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """The counts of all collected groups, and those of the queue."""
+        own = {"stale_groups": self.stale, "groups_waiting": self.waiting, "groups_in_flight": self.in_flight}
+        return {**super().metrics(), **{f"rollout/{name}": float(value) for name, value in own.items()}}
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """Sizes of a queue.
+
+    Attributes:
+        batch: groups of a step; the last step of an episode may have fewer.
+        queue_size: steps that may be generated ahead, and so the largest staleness in versions.
+        in_flight: prompts being generated at the same time.
+        last_step: number of steps of the whole run, None for as many as the data gives.
+        filter_rounds: how many times ``batch`` groups in a row a filter may drop before the run gives up.
+    """
+
+    batch: int
+    queue_size: int
+    in_flight: int
+    last_step: int | None = None
+    filter_rounds: int = 10
+
+
+class RolloutQueue:
+    """Groups on their way from generation to training. Every prompt is trained on once an episode.
+
+    Use: :meth:`weights_changed` with the first version; then :meth:`next_prompt` whenever a prompt can be started,
+    :meth:`finished` for each group that comes back, :meth:`take` when :attr:`ready`, and :meth:`hold` before and
+    :meth:`weights_changed` after each weight update. Steps never mix episodes.
+
+    Args:
+        stream: hands out the prompts; gets back those of dropped groups.
+        buffer: holds the finished groups.
+        group_filter: None keeps every group that has samples.
+        limits: sizes.
+    """
+
+    def __init__(
+        self, stream: PromptStream, buffer: RolloutBuffer, group_filter: DynamicFilter | None, limits: QueueLimits
+    ) -> None:
+        self._stream = stream
+        self._buffer = buffer
+        self._filter = group_filter
+        self._limits = limits
+        self._in_flight: dict[int, PromptItem] = {}
+        # Of every group that is not trained on yet: the version when its prompt was started.
+        self._started = {group.item.group_id: group_version(group) for group in buffer.groups}
+        self._version = 0
+        self._training = False
+        self._held = True
+        self._stale = 0
+        self._seen = 0
+        self._kept = 0
+        self._dropped: Counter[str] = Counter()
+        self._dropped_in_a_row = 0
+
+    @property
+    def in_flight(self) -> list[PromptItem]:
+        """Prompts that are being generated."""
+        return list(self._in_flight.values())
+
+    # --- generation ------------------------------------------------------------------------------------------------
+
+    def next_prompt(self) -> PromptItem | None:
+        """A prompt to start now, or None when enough are under way."""
+        if self._held or len(self._in_flight) >= self._limits.in_flight or self._stream.remaining <= 0:
+            return None
+        episode, outstanding = self._stream.episode, self._outstanding()
+        first = min([episode, *outstanding])
+        # A step that lacks prompts gets them whatever else there is: it would wait for ever.
+        if not (episode == first and outstanding[episode] < self._limits.batch and self._steps_allowed() > 0):
+            outstanding[episode] += 1
+            if self._steps(outstanding) > self._steps_allowed():
+                return None
+        (item,) = self._stream.take(1)
+        self._in_flight[item.group_id] = item
+        self._started[item.group_id] = self._version
+        return item
+
+    def _outstanding(self) -> Counter[int]:
+        """Groups by episode that are under way or finished, and not trained on yet."""
+        return Counter(item.epoch for item in [*self.in_flight, *(group.item for group in self._buffer.groups)])
+
+    def _steps(self, outstanding: Counter[int]) -> int:
+        """Steps that it takes to train on these groups."""
+        return sum(-(-count // self._limits.batch) for count in outstanding.values())
+
+    def _steps_allowed(self) -> int:
+        """Steps whose groups may exist besides those that are being trained on."""
+        next_step = self._version + self._training
+        allowed = self._version + self._limits.queue_size + 1 - next_step
+        return allowed if self._limits.last_step is None else min(allowed, self._limits.last_step - next_step)
+
+    def finished(self, group: Group) -> None:
+        """Takes a group whose samples are done.
+
+        Raises:
+            NoLearnableGroups: the filter has dropped too many in a row.
+        """
+        del self._in_flight[group.item.group_id]
+        started = self._started.pop(group.item.group_id)
+        self._seen += 1
+        reason = "no_samples"
+        if group.trajectories:
+            found = None if self._filter is None else self._filter.judge(group.trajectories)
+            if found is None:
+                self._kept += 1
+                self._dropped_in_a_row = 0
+                self._started[group.item.group_id] = started
+                self._buffer.put(group)
+                return
+            reason = found
+        self._dropped[reason] += 1
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row >= self._limits.batch * self._limits.filter_rounds:
+            self._give_up(f"the last {self._dropped_in_a_row} were dropped one after another")
+
+    def _give_up(self, why: str) -> NoReturn:
+        reasons = ", ".join(f"{name} {number}" for name, number in sorted(self._dropped.items()))
+        raise NoLearnableGroups(
+            f"no learnable groups: {why} (dropped since the last step: {reasons}). Use prompts that the model solves "
+            "sometimes, widen --dynamic_filtering_reward_range, raise --n_samples_per_prompt, or check the reward."
+        )
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """:meth:`take` would give the groups of the next step, or none because all data is used up."""
+        episode, wanted = self._next_step()
+        waiting = self._buffer.groups
+        chosen = self._oldest(waiting, episode)[:wanted]
+        if len(chosen) < wanted:
+            return False
+        if not self._in_flight:
+            return True
+        rest = [*self.in_flight, *(group.item for index, group in enumerate(waiting) if index not in chosen)]
+        for later in range(self._limits.queue_size):
+            # What may be trained on in this step and the next `later` ones, and not after that.
+            last_started = self._version - self._limits.queue_size + later
+            due = Counter(item.epoch for item in rest if self._started[item.group_id] <= last_started)
+            if self._steps(due) > later:
+                return False
+        return True
+
+    def _oldest(self, groups: Sequence[Group], episode: int) -> list[int]:
+        """Indices of an episode's groups, the oldest weights first."""
+        own = [index for index, group in enumerate(groups) if group.item.epoch == episode]
+        ids = [group.item.group_id for group in groups]
+        return sorted(own, key=lambda index: (self._started[ids[index]], ids[index]))
+
+    def _next_step(self) -> tuple[int, int]:
+        """Episode and number of groups of the next step."""
+        outstanding = self._outstanding()
+        episodes = [*outstanding, *([self._stream.episode] if self._stream.remaining > 0 else [])]
+        if not episodes:
+            return 0, 0
+        episode = min(episodes)
+        return episode, min(self._limits.batch, outstanding[episode] + self._stream.remaining_in(episode))
+
+    def take(self) -> AsyncGroups:
+        """The groups of the next step: the oldest of its episode; none when the data has run out.
+
+        Raises:
+            StalenessError: one is older than allowed.
+            NoLearnableGroups: the data has run out, and none of it could be trained on.
+        """
+        episode, wanted = self._next_step()
+        groups = self._buffer.take(wanted, lambda waiting, count: self._oldest(waiting, episode)[:count])
+        for group in groups:
+            del self._started[group.item.group_id]
+        if not groups and self._dropped and self._version == 0:
+            self._give_up("the data ran out")
+        oldest = min((group_version(group) for group in groups), default=self._version)
+        if self._version - oldest > self._limits.queue_size:
+            raise StalenessError(
+                f"step {self._version} would train on version {oldest}: more than {self._limits.queue_size} old"
+            )
+        self._training = True
+        result = AsyncGroups(
+            groups=tuple(groups),
+            seen=self._seen,
+            kept=self._kept,
+            dropped=dict(sorted(self._dropped.items())),
+            exhausted=not groups,
+            filtering=self._filter is not None,
+            stale=self._stale,
+            waiting=len(self._buffer),
+            in_flight=len(self._in_flight),
+        )
+        self._seen = self._kept = self._stale = 0
+        self._dropped.clear()
+        return result
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Start no prompts until the weights have changed."""
+        self._held = True
+
+    def weights_changed(self, version: int) -> None:
+        """The engines now have the weights of this version; what became too old is dropped, and comes again."""
+        self._version = version
+        self._held = self._training = False
+        stale = self._buffer.drop_stale(version, self._limits.queue_size)
+        self._stale += len(stale)
+        for group in stale:
+            del self._started[group.item.group_id]
+        self._stream.give_back(group.item.group_id for group in stale)

@@ -1,0 +1,237 @@
+"""The queue between generation and training: bounded staleness, every prompt once an episode, no deadlock."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from openrlhf.datasets.prompts import PromptRow
+from openrlhf.rollout.buffer import RolloutBuffer
+from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
+from openrlhf.rollout.errors import NoLearnableGroups
+from openrlhf.rollout.filters import DynamicFilter
+from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.trainer.ppo_async_queue import QueueLimits, RolloutQueue, StalenessError
+from openrlhf.trainer.prompt_stream import PromptStream
+
+
+def rows(count: int) -> list[PromptRow]:
+    return [PromptRow(i, f"prompt {i}", [i, i + 1], str(i), "default") for i in range(count)]
+
+
+def group(item: PromptItem, *versions: int, rewards: Sequence[float] = (0.0, 1.0)) -> Group:
+    """A finished group whose tokens were sampled by these versions, one after the other."""
+    samples = tuple(
+        Trajectory(
+            prompt_id=item.prompt_id, group_id=item.group_id, sample_index=index,
+            token_ids=np.arange(1 + len(versions)), action_mask=np.arange(1 + len(versions)) > 0, logprobs=None,
+            weight_version=np.array([-1, *versions]), reward=reward, score=reward, finish_reason="stop",
+        )
+        for index, reward in enumerate(rewards)
+    )  # fmt: skip
+    return Group(item, samples)
+
+
+@dataclass
+class Run:
+    """A run in which everything happens in a random order; it fails when nothing can happen any more."""
+
+    stream: PromptStream
+    limits: QueueLimits
+    drain: bool
+    chance: random.Random
+    unlearnable: frozenset[int] = frozenset()
+    buffer: RolloutBuffer = field(default_factory=RolloutBuffer)
+    first_version: int = 0
+    steps: list[list[int]] = field(default_factory=list)
+    ages: list[int] = field(default_factory=list)
+    stale: int = 0
+    ahead: int = 0
+    """Prompts that were started between the beginning and the end of a step."""
+
+    def __post_init__(self) -> None:
+        group_filter = DynamicFilter() if self.unlearnable else None
+        self.queue = RolloutQueue(self.stream, self.buffer, group_filter, self.limits)
+        self.version = self.first_version
+        self.first_tokens: dict[int, int] = {}
+        self.queue.weights_changed(self.version)
+
+    def generate(self) -> bool:
+        """Start or finish one prompt, or let one begin to sample; False when there is nothing to do."""
+        started = self.queue.next_prompt()
+        if started is not None:
+            assert len(self.queue.in_flight) <= self.limits.in_flight
+            if self.chance.random() < 0.5:
+                self.first_tokens[started.group_id] = self.version
+            return True
+        running = self.queue.in_flight
+        if not running:
+            return False
+        item = self.chance.choice(running)
+        # A request may wait in the engine over a weight update before its first token.
+        first = self.first_tokens.pop(item.group_id, self.version)
+        rewards = (0.0, 0.0) if item.prompt_id in self.unlearnable else (0.0, 1.0)
+        self.queue.finished(group(item, *range(first, self.version + 1), rewards=rewards))
+        return True
+
+    def step(self) -> bool:
+        """One step of training; False when the data has run out."""
+        while not self.queue.ready or self.chance.random() < 0.3:
+            assert self.generate() or self.queue.ready, "deadlock"
+            if self.queue.ready and self.chance.random() < 0.3:
+                break
+        taken = self.queue.take()
+        self.stale += taken.stale
+        if not taken.groups:
+            assert self.stream.remaining == 0 and not self.queue.in_flight and len(self.buffer) == 0
+            return False
+        before = len(self.queue.in_flight)
+        for _ in range(self.chance.randrange(2 * self.limits.batch)):
+            self.generate()
+        self.ahead += max(0, len(self.queue.in_flight) - before)
+        self.queue.hold()
+        while self.drain and self.queue.in_flight:
+            assert self.queue.next_prompt() is None
+            self.generate()
+        self.steps.append([g.item.group_id for g in taken.groups])
+        self.ages.extend(self.version - t.min_version for g in taken.groups for t in g.trajectories)
+        self.version += 1
+        self.queue.weights_changed(self.version)
+        return True
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("queue_size", [1, 2, 4])
+def test_any_order_of_events_trains_every_prompt_once_and_stays_within_the_bound(queue_size: int, drain: bool) -> None:
+    oldest = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        count, batch, episodes = chance.randint(1, 13), chance.randint(1, 5), chance.randint(1, 3)
+        limits = QueueLimits(batch, queue_size, in_flight=chance.randint(1, 3 * batch))
+        run = Run(PromptStream(rows(count), seed, episodes), limits, drain, chance)
+        while run.step():
+            pass
+        assert sorted(g for step in run.steps for g in step) == list(range(count * episodes))
+        assert len(run.steps) == episodes * -(-count // batch)  # as many as without --async_train
+        assert all(len({g // count for g in step}) == 1 for step in run.steps)
+        assert max(run.ages) <= queue_size and run.stale == 0
+        oldest = max(oldest, *run.ages)
+    assert oldest == queue_size  # the bound is reached: the next step is generated while this one trains
+
+
+def test_filtered_groups_are_replaced_and_counted() -> None:
+    for seed in range(40):
+        chance = random.Random(seed)
+        unlearnable = frozenset(chance.sample(range(12), 5))
+        run = Run(PromptStream(rows(12), seed, 2), QueueLimits(3, 2, 4), seed % 2 == 0, chance, unlearnable)
+        while run.step():
+            pass
+        trained = Counter(run.stream._item(g).prompt_id for step in run.steps for g in step)
+        assert trained == {prompt: 2 for prompt in range(12) if prompt not in unlearnable}
+        assert max(run.ages) <= 2 and run.stale == 0
+
+
+def test_steps_are_limited_and_nothing_is_started_for_steps_that_will_not_come() -> None:
+    run = Run(PromptStream(rows(20), 0, 1), QueueLimits(4, 3, 20, last_step=2), False, random.Random(0))
+    assert run.step() and run.step()
+    assert run.stream.consumed == 8 and not run.queue.in_flight and run.queue.next_prompt() is None
+
+
+def start(queue: RolloutQueue) -> list[PromptItem]:
+    items = []
+    while (item := queue.next_prompt()) is not None:
+        items.append(item)
+    return items
+
+
+def test_the_queue_size_says_how_far_generation_runs_ahead() -> None:
+    queue = RolloutQueue(PromptStream(rows(30), 0, 1), RolloutBuffer(), None, QueueLimits(2, 2, 100))
+    assert start(queue) == []  # no weights yet
+    queue.weights_changed(0)
+    first = start(queue)
+    assert len(first) == 6  # this step's and two more
+    for item in first[:2]:
+        queue.finished(group(item, 0))
+    assert queue.ready and [g.item for g in queue.take().groups] == first[:2]
+    assert start(queue) == []  # two more are under way
+    queue.hold()
+    queue.weights_changed(1)
+    second = start(queue)
+    assert len(second) == 2
+
+
+def test_a_step_waits_for_groups_that_the_later_ones_would_be_too_late_for() -> None:
+    queue = RolloutQueue(PromptStream(rows(30), 0, 1), RolloutBuffer(), None, QueueLimits(2, 2, 100))
+    queue.weights_changed(0)
+    first = start(queue)
+    for item in first[:2]:
+        queue.finished(group(item, 0))
+    queue.take()
+    queue.weights_changed(1)
+    fresh = start(queue)
+    for item in fresh:
+        queue.finished(group(item, 1))
+    assert not queue.ready  # four of version 0 run, and only two could be trained on in the step after this one
+    queue.finished(group(first[2], 0))
+    assert not queue.ready
+    queue.finished(group(first[3], 0, 1))
+    taken = queue.take()
+    assert [g.item for g in taken.groups] == first[2:4]
+    assert (taken.waiting, taken.in_flight) == (2, 2)
+    assert {k: v for k, v in taken.metrics().items() if "waiting" in k or "flight" in k or "stale" in k} == {
+        "rollout/groups_waiting": 2, "rollout/groups_in_flight": 2, "rollout/stale_groups": 0,
+    }  # fmt: skip
+
+
+def test_groups_that_are_too_old_are_dropped_counted_and_generated_again() -> None:
+    """A run goes on with a smaller queue than the one whose checkpoint it loads."""
+    before = PromptStream(rows(8), 5, 1)
+    buffer = RolloutBuffer()
+    for item, version in zip(before.take(6), (3, 3, 4, 4, 5, 5), strict=True):
+        buffer.put(group(item, version))
+    unfinished = [item.group_id for item in before.take(1)]
+    stream = PromptStream(rows(8), 5, 1)
+    stream.load_state_dict(before.state_dict(unfinished))
+    assert stream.remaining == 2
+    run = Run(stream, QueueLimits(2, 1, 8), False, random.Random(1), buffer=buffer, first_version=5)
+    assert stream.remaining == 4  # the two of version 3 come again
+    while run.step():
+        pass
+    assert sorted(g for step in run.steps for g in step) == list(range(8))
+    assert max(run.ages) <= 1 and run.stale >= 2
+
+
+def test_a_group_beyond_the_bound_is_never_trained_on() -> None:
+    queue = RolloutQueue(PromptStream(rows(2), 0, 1), RolloutBuffer(), None, QueueLimits(1, 1, 1))
+    queue.weights_changed(4)
+    (item,) = start(queue)
+    queue.finished(group(item, 2))  # an engine that kept old weights
+    with pytest.raises(StalenessError, match="step 4 would train on version 2: more than 1 old"):
+        queue.take()
+
+
+def test_a_filter_that_drops_everything_ends_the_run() -> None:
+    limits = QueueLimits(2, 1, 4, filter_rounds=3)
+    stream = PromptStream(rows(50), 0, 1)
+    run = Run(stream, limits, False, random.Random(0), unlearnable=frozenset(range(50)))
+    with pytest.raises(NoLearnableGroups, match=r"the last 6 were dropped one after another \(.*mean_low 6\)"):
+        run.step()
+    run = Run(PromptStream(rows(3), 0, 1), limits, False, random.Random(0), unlearnable=frozenset(range(3)))
+    with pytest.raises(NoLearnableGroups, match="the data ran out"):
+        run.step()
+
+
+def test_groups_without_samples_are_dropped() -> None:
+    queue = RolloutQueue(PromptStream(rows(2), 0, 1), RolloutBuffer(), None, QueueLimits(2, 1, 2))
+    queue.weights_changed(0)
+    first, second = start(queue)
+    queue.finished(Group(first, (), (EpisodeFailure(first.prompt_id, 0, "reward", "no"),)))
+    assert not queue.ready
+    queue.finished(group(second, 0))
+    taken = queue.take()
+    assert len(taken.groups) == 1 and taken.metrics()["rollout/filtered_no_samples"] == 1
