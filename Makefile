@@ -12,7 +12,7 @@ SEED ?= 0
 # Test files side by side. Whole PPO runs fill the machine by themselves, and are left out of it.
 BESIDE := -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup smollm2-setup demo demo-seeds test test-unit lint format types docs clean
+.PHONY: help setup smollm2-setup demo demo-seeds test test-unit test-peers lint format types docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):[^#]*## /  make \1|/' | column -t -s '|'
@@ -36,6 +36,10 @@ test: setup ## the whole suite that needs no GPU (25 minutes on two cores)
 
 test-unit: setup ## what starts no engine: a minute or two
 	@$(PY) -m pytest -m "not gpu and not e2e and not slow" $(BESIDE)
+
+test-peers: setup ## losses of SFT, reward model, DPO and KTO beside TRL's, which is installed apart (a minute)
+	@requirements/setup_peers.sh
+	@.venv-peers/bin/python -m pytest -s tests/peers
 
 lint: setup ## formatting and lint
 	@$(VENV)/bin/ruff format --check $(SOURCES)
