@@ -128,12 +128,16 @@ class AsyncRollouts:
 
         Args:
             version: number of the weights that the engines have afterwards.
-            drain: first wait for what is in flight.
+            drain: first wait for the groups of the next step, and for what else is in flight. With a queue of one
+                step, which weights generate a group does then not depend on the time that anything takes.
         """
         with self._changed:
-            self._queue.hold()
             if drain:
-                self._wait_until(lambda: not self._queue.in_flight, "the running groups, before a weight update")
+                what = "the running groups, before a weight update"
+                self._wait_until(lambda: self._queue.ready or self._queue.idle, what)
+                self._queue.hold()
+                self._wait_until(lambda: not self._queue.in_flight, what)
+            self._queue.hold()
         yield
         with self._changed:
             self._queue.weights_changed(version)

@@ -106,19 +106,27 @@ class RolloutQueue:
 
     def next_prompt(self) -> PromptItem | None:
         """A prompt to start now, or None when enough are under way."""
-        if self._held or len(self._in_flight) >= self._limits.in_flight or self._stream.remaining <= 0:
+        if not self._may_start():
             return None
-        episode, outstanding = self._stream.episode, self._outstanding()
-        first = min([episode, *outstanding])
-        # A step that lacks prompts gets them whatever else there is: it would wait for ever.
-        if not (episode == first and outstanding[episode] < self._limits.batch and self._steps_allowed() > 0):
-            outstanding[episode] += 1
-            if self._steps(outstanding) > self._steps_allowed():
-                return None
         (item,) = self._stream.take(1)
         self._in_flight[item.group_id] = item
         self._started[item.group_id] = self._version
         return item
+
+    def _may_start(self) -> bool:
+        if self._held or len(self._in_flight) >= self._limits.in_flight or self._stream.remaining <= 0:
+            return False
+        episode, outstanding = self._stream.episode, self._outstanding()
+        # A step that lacks prompts gets them whatever else there is: it would wait for ever.
+        if episode == min([episode, *outstanding]) and outstanding[episode] < self._limits.batch:
+            return self._steps_allowed() > 0
+        outstanding[episode] += 1
+        return self._steps(outstanding) <= self._steps_allowed()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being generated, and nothing may be started."""
+        return not self._in_flight and not self._may_start()
 
     def _outstanding(self) -> Counter[int]:
         """Groups by episode that are under way or finished, and not trained on yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,6 +164,36 @@ def test_greedy_baselines_and_stop_strings(stack: Stack) -> None:
             assert t.truncated == (not text.endswith(("1", "<eos>")))
             ends.append(text.endswith("1"))
     assert any(ends)
+
+
+def test_a_weight_update_interrupts_running_samples_and_changes_none_of_them(stack: Stack) -> None:
+    """The same weights again, as another version: what goes on over them must be what it would have been."""
+    cfg = stack.cfg
+    sampling = replace(training_sampling(cfg), logprobs=True, max_tokens=40, ignore_eos=True)
+    items = [group.item for group in stack.groups]
+    stack.system.sync_weights(stack.probe, 3)
+    whole = {g.item.group_id: g for g in stack.engines.run_groups(items, 4, sampling, START)}
+    calls = stack.engines.group_calls(4, sampling, START)
+    for item in items:
+        calls.submit(item)
+    for version in (4, 5):
+        time.sleep(0.1)
+        stack.system.sync_weights(stack.probe, version)
+    interrupted: list[Group] = []
+    while len(calls):
+        interrupted += calls.wait(START)
+    assert len(interrupted) == len(items)
+    mixed = 0
+    for group in interrupted:
+        for one, other in zip(group.trajectories, whole[group.item.group_id].trajectories, strict=True):
+            assert set(other.weight_version[other.action_mask]) == {3}
+            versions = one.weight_version[one.action_mask]
+            assert (np.diff(versions) >= 0).all() and set(versions) <= {3, 4, 5}
+            mixed += len(set(versions)) > 1
+            assert np.array_equal(one.token_ids, other.token_ids)
+            assert one.logprobs is not None and other.logprobs is not None
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    assert mixed >= 8
 
 
 def test_engine_and_trainer_agree_before_training(stack: Stack) -> None:

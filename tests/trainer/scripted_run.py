@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.system import PPOSystem
+from openrlhf.workers.group import WorkerError
 
 TOK = LetterTokenizer()
 
@@ -116,3 +119,52 @@ def trainer_arguments(cfg: PPOConfig, pool: Pool, policy: Policy, prompts: list[
     """What a PPOTrainer takes, with the prompts as the evaluation set too."""
     system = PPOSystem(cfg, None, pool, policy, None, None, None)  # type: ignore[arg-type]
     return (cfg, system, prompts, prompts, [10, 11], None, MetricsLogger(cfg, cfg.run_folder), Console())
+
+
+class Calls:
+    """Stands for the groups in flight: episodes of the pool's engine, done one by one in a random order.
+
+    Args:
+        pool: whose engine answers.
+        seconds: that each takes.
+        fail_after: raise instead of giving back a group after so many; None never.
+    """
+
+    def __init__(self, pool: Pool, n: int, sampling: SamplingParams, seconds: float, fail_after: int | None) -> None:
+        self._pool, self._n, self._sampling = pool, n, sampling
+        self._seconds, self._left = seconds, fail_after
+        self._running: list[PromptItem] = []
+        self.has_room = True
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def submit(self, prompt: PromptItem) -> None:
+        self._running.append(prompt)
+
+    def wait(self, seconds: float) -> list[Group]:
+        if self._seconds > seconds:
+            time.sleep(seconds)
+            return []
+        time.sleep(self._seconds)
+        if self._left == 0:
+            raise WorkerError("engine 0 died during run_group")
+        self._left = None if self._left is None else self._left - 1
+        chosen = self._running.pop(random.Random(len(self._pool.sampled)).randrange(len(self._running)))
+        return list(self._pool.run_groups([chosen], self._n, self._sampling, 0.0))
+
+
+class AsyncPool(Pool):
+    """A pool for asynchronous runs; weight versions are those of the syncs.
+
+    Args:
+        seconds: that a group takes.
+        fail_after: number of groups after which the engine is dead.
+    """
+
+    def __init__(self, seconds: float = 0.0, fail_after: int | None = None) -> None:
+        super().__init__()
+        self._seconds, self._fail_after = seconds, fail_after
+
+    def group_calls(self, n: int, sampling: SamplingParams, timeout: float) -> Calls:
+        return Calls(self, n, sampling, self._seconds, self._fail_after)

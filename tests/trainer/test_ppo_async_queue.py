@@ -94,6 +94,8 @@ class Run:
         for _ in range(self.chance.randrange(2 * self.limits.batch)):
             self.generate()
         self.ahead += max(0, len(self.queue.in_flight) - before)
+        while self.drain and not (self.queue.ready or self.queue.idle):
+            assert self.generate(), "deadlock"
         self.queue.hold()
         while self.drain and self.queue.in_flight:
             assert self.queue.next_prompt() is None

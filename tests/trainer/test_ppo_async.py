@@ -1,0 +1,215 @@
+"""Asynchronous runs on a scripted engine: overlap, order, failures on both sides, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_run import AsyncPool, Policy, Pool, config, rows, trainer_arguments
+
+from openrlhf.config import PPOConfig
+from openrlhf.rollout.errors import RolloutTimeout
+from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.trainer.ppo_async import AsyncPPOTrainer, staleness_metrics
+from openrlhf.utils import interrupts
+from openrlhf.workers.group import WorkerError
+
+PROMPTS = rows(*((letter, "one") for letter in "defghi"))
+
+
+@pytest.fixture(autouse=True)
+def _no_failure_is_left() -> Iterator[None]:
+    with interrupts.handled():
+        yield
+    assert not [t for t in threading.enumerate() if t.name == "rollouts"]
+
+
+class Learner(Policy):
+    """A policy that gives the pool's engine its version, and whose training may take time or fail."""
+
+    def __init__(self, pool: AsyncPool, seconds: float = 0.0, fail_at: int | None = None) -> None:
+        super().__init__()
+        self._pool, self._seconds, self._fail_at = pool, seconds, fail_at
+        self.checkpoints: list[dict[str, Any]] = []
+        self.versions: list[int] = []
+        self.meanwhile: list[int] = []
+        """Samples that were generated during each step's training."""
+
+    def submit(self, method: str, *args: Any, per_rank: Any = None) -> Any:
+        if method == "sync_weights":
+            self._pool.engine.version = args[0]
+            self.versions.append(args[0])
+        if method == "save_checkpoint":
+            self.checkpoints.append(args[2])
+        if method == "train":
+            if self._fail_at == len(self.trained):
+                raise WorkerError("train failed in actor 0: loss is NaN")
+            before, deadline = len(self._pool.sampled), time.monotonic() + self._seconds
+            while time.monotonic() < deadline:  # as PendingCall waits
+                time.sleep(0.01)
+                interrupts.check()
+            self.meanwhile.append(len(self._pool.sampled) - before)
+        return super().submit(method, *args, per_rank=per_rank)
+
+
+def configured(folder: Path, **flags: Any) -> PPOConfig:
+    values = {"async_train": True, "advantage_estimator": "group_norm", "ckpt_path": str(folder / "ckpt")}
+    return config(folder, **(values | flags))
+
+
+def metrics(cfg: PPOConfig) -> list[dict[str, Any]]:
+    records = map(json.loads, (Path(cfg.run_folder) / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["kind"] == "train"]
+
+
+def trained(policy: Policy) -> list[list[int]]:
+    """First tokens of the prompts of each step's samples."""
+    return [sorted(int(ids) for ids in _prompts(steps)) for steps in policy.trained]
+
+
+def _prompts(per_rank: Any) -> list[int]:
+    batches = [batch for rank in per_rank for step in rank for batch in step.micro_batches]
+    return [int(batch.input_ids[start]) for batch in batches for start in batch.cu_seqlens[:-1]]
+
+
+def run(make: Any, cfg: PPOConfig, pool: Pool, policy: Policy) -> Any:
+    trainer = make(*trainer_arguments(cfg, pool, policy, PROMPTS))
+    trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_every_prompt_is_trained_once_an_episode_with_evaluations_in_between(tmp_path: Path, partial: bool) -> None:
+    cfg = configured(tmp_path, num_episodes=2, partial_rollout=partial, async_queue_size=2, eval_steps=2)
+    pool = AsyncPool(seconds=0.002)
+    policy = Learner(pool)
+    run(AsyncPPOTrainer, cfg, pool, policy)
+    firsts = [row.token_ids[0] for row in PROMPTS]
+    steps = trained(policy)
+    assert len(steps) == 6
+    for episode in (steps[:3], steps[3:]):
+        assert sorted(sum(episode, [])) == sorted(firsts * 2)
+    assert policy.versions == list(range(7))
+    figures = metrics(cfg)
+    assert [m["step"] for m in figures] == list(range(1, 7))
+    assert all(m["rollout/staleness_max"] <= 2 and m["rollout/stale_groups"] == 0 for m in figures)
+    assert {m["rollout/lost_samples"] for m in figures} == {0}
+    assert figures[-1]["rollout/groups_waiting"] == figures[-1]["rollout/groups_in_flight"] == 0
+
+
+def test_with_a_queue_of_one_and_draining_a_run_repeats_itself(tmp_path: Path) -> None:
+    runs = []
+    for name, seconds in (("a", 0.0), ("b", 0.004)):
+        cfg = configured(tmp_path, ckpt_path=str(tmp_path / name), num_episodes=2)
+        pool = AsyncPool(seconds)
+        policy = Learner(pool)
+        run(AsyncPPOTrainer, cfg, pool, policy)
+        ages = [(m["rollout/staleness_mean"], m["reward"]) for m in metrics(cfg)]
+        runs.append((trained(policy), ages))
+    assert runs[0] == runs[1]
+    assert [age for age, _ in runs[0][1]] == [0, 1, 1, 1, 1, 1]
+    sync = Policy()
+    cfg = configured(tmp_path, async_train=False, ckpt_path=str(tmp_path / "sync"), num_episodes=2)
+    run(PPOTrainer, cfg, Pool(), sync)
+    assert trained(sync) == runs[0][0]
+
+
+def test_generation_goes_on_while_the_policy_trains(tmp_path: Path) -> None:
+    pool = AsyncPool(seconds=0.01)
+    policy = Learner(pool, seconds=0.2)
+    run(AsyncPPOTrainer, configured(tmp_path), pool, policy)
+    assert len(policy.meanwhile) == 3
+    assert policy.meanwhile[0] >= 4  # a step's samples at least, where the next step has none yet
+    assert policy.meanwhile[-1] == 0  # no data is left
+    assert sum(m["timing/generation"] for m in metrics(configured(tmp_path))) < 0.3
+
+
+def test_a_failing_engine_ends_the_training_at_once_with_its_error(tmp_path: Path) -> None:
+    pool = AsyncPool(seconds=0.01, fail_after=3)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match="engine 0 died during run_group"):
+        run(AsyncPPOTrainer, configured(tmp_path), pool, Learner(pool, seconds=60.0))
+    assert time.monotonic() - started < 10
+
+
+def test_a_failing_engine_ends_the_wait_for_its_groups(tmp_path: Path) -> None:
+    pool = AsyncPool(fail_after=1)
+    with pytest.raises(WorkerError, match="engine 0 died during run_group"):
+        run(AsyncPPOTrainer, configured(tmp_path), pool, Learner(pool))
+
+
+def test_a_failing_trainer_ends_the_generation(tmp_path: Path) -> None:
+    pool = AsyncPool(seconds=0.01)
+    with pytest.raises(WorkerError, match="loss is NaN"):
+        run(AsyncPPOTrainer, configured(tmp_path, num_episodes=50), pool, Learner(pool, fail_at=2))
+    count = len(pool.sampled)
+    time.sleep(0.1)
+    assert len(pool.sampled) == count
+
+
+@pytest.mark.parametrize("flags", [{}, {"partial_rollout": True}])
+def test_an_engine_that_answers_nothing_is_given_up(tmp_path: Path, flags: dict[str, Any]) -> None:
+    pool = AsyncPool(seconds=1e9)
+    with pytest.raises(RolloutTimeout, match=r"waited for the groups of the next step.*0.5 s.* 2 prompts are running"):
+        run(AsyncPPOTrainer, configured(tmp_path, rollout_timeout=0.5, **flags), pool, Learner(pool))
+
+
+def test_a_drain_has_a_deadline(tmp_path: Path) -> None:
+    cfg = configured(tmp_path, rollout_timeout=0.3)
+    trainer = AsyncPPOTrainer(*trainer_arguments(cfg, AsyncPool(seconds=1e9), Policy(), PROMPTS))
+    try:
+        with trainer.rollouts.holding(0, drain=True):
+            pass
+        time.sleep(0.1)
+        with (
+            pytest.raises(RolloutTimeout, match="waited for the running groups, before a weight update"),
+            trainer.rollouts.holding(1, drain=True),
+        ):
+            pass
+    finally:
+        trainer.rollouts.close()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_that_goes_on_trains_what_was_in_flight_or_waiting_and_nothing_twice(
+    tmp_path: Path, asynchronous: bool
+) -> None:
+    cfg = configured(tmp_path, save_steps=1, partial_rollout=True, async_queue_size=2)
+    pool = AsyncPool(seconds=0.02)
+    first = Learner(pool, seconds=0.03)
+    run(AsyncPPOTrainer, cfg, pool, first)
+    states = first.checkpoints
+    assert len(states) == 3 and any(state["data_loader_state_dict"]["returned"] for state in states)
+    for done, state in enumerate(states[:2], start=1):
+        again = configured(tmp_path, async_train=asynchronous, ckpt_path=str(tmp_path / f"again{done}{asynchronous}"))
+        pool = AsyncPool()
+        policy = Learner(pool)
+        make = AsyncPPOTrainer if asynchronous else PPOTrainer
+        trainer = make(*trainer_arguments(again, pool, policy, PROMPTS))
+        trainer.cfg.load_checkpoint = True
+        trainer.checkpoints.load = lambda state=state: state
+        trainer.fit()
+        every = sorted(sum(trained(first)[:done] + trained(policy), []))
+        assert every == sorted([row.token_ids[0] for row in PROMPTS] * 2)
+        assert policy.versions[0] == done
+
+
+def test_staleness_is_counted_by_tokens() -> None:
+    class Sample:
+        def __init__(self, *versions: int) -> None:
+            self.weight_version = np.array([-1, *versions])
+            self.action_mask = self.weight_version >= 0
+
+    samples: Any = [Sample(3, 3, 4), Sample(5), Sample()]
+    assert staleness_metrics(samples, 5) == {
+        "rollout/staleness_mean": 5 / 4,
+        "rollout/staleness_max": 2.0,
+        "rollout/mixed_version_rate": 1 / 3,
+    }
+    assert staleness_metrics([Sample()], 5) == {}  # type: ignore[list-item]
