@@ -171,7 +171,7 @@ class _Supervisor:
         self._told = told
         self._context = multiprocessing.get_context("spawn")
         self._workers: dict[int, tuple[SpawnProcess, Event]] = {}
-        self._ready: set[int] = set()
+        self._ready: set[int] = set()  # have served: what they can't do again later may pass
         self._restarts: deque[float] = deque()
         self._stop = False
 
@@ -210,7 +210,6 @@ class _Supervisor:
                 continue
             if not self._may_restart(index, process):
                 return False
-            self._ready.discard(index)
             self._start(index)
         return True
 

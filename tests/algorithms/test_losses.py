@@ -46,7 +46,7 @@ def test_value_loss_equals_reference(clip: float | None, batch: Batch) -> None:
         if not used:
             want = (0.0, 0.0, 0.0)
         else:
-            bounded = v if clip is None else o + min(max(v - o, -clip), clip)
+            bounded = v if clip is None else min(max(v, o - clip), o + clip)  # v itself inside the range
             free = (v - r) ** 2 >= (bounded - r) ** 2
             want = (
                 0.5 * max((v - r) ** 2, (bounded - r) ** 2),

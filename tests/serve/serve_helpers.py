@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -58,17 +59,21 @@ class ServerProcess:
         if token:
             environment["OPENRLHF_REWARD_TOKEN"] = token
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self.told: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            self.told.extend(lines)
 
     def wait_until_ready(self) -> None:
+        """Until the command says that it serves: then every worker does."""
         deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(self.process.stderr.read() if self.process.stderr else "")
-            with contextlib.suppress(OSError):
-                if self.get("/health")[0] == 200:
-                    return
+        while not any("serving " in line for line in self.told):
+            assert self.process.poll() is None and time.monotonic() < deadline, "".join(self.told)
             time.sleep(0.1)
-        raise AssertionError("the server did not start")
 
     def get(self, path: str) -> tuple[int, bytes]:
         return self._open(urllib.request.Request(self.url + path))
@@ -107,5 +112,4 @@ def running(path: str, *flags: str, **arguments: Any) -> Iterator[ServerProcess]
     finally:
         if server.process.poll() is None:
             server.stop()
-        if server.process.stderr is not None:
-            server.process.stderr.close()
+        server._reader.join(10)
