@@ -55,9 +55,6 @@ NOT_YET: dict[str, NotYet] = {
         lambda cfg: cfg.critic_optim == "muon" and cfg.optim != "muon", "Muon is not available", "use adam"
     ),
     "deepcompile": NotYet(lambda cfg: cfg.deepcompile, "DeepCompile is not available", "leave it out"),
-    "enable_ema": NotYet(
-        lambda cfg: cfg.enable_ema, "the moving average of the policy is not available", "leave it out"
-    ),
     "vllm_sync_with_ray": NotYet(
         lambda cfg: cfg.vllm_sync_with_ray,
         "weights are never sent through Ray's collectives",

@@ -3,7 +3,7 @@
 Layout below a root::
 
     latest                  tag of the newest complete checkpoint
-    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json, metric.json
+    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json, metric.json, average.pt (--enable_ema)
     .<tag>.writing/         a checkpoint that is being written (or was, when the process was killed)
 """
 
@@ -25,6 +25,7 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 META = "meta.json"
 METRIC = "metric.json"
+AVERAGE = "average.pt"
 BEST_PREFIX = "best_"
 
 

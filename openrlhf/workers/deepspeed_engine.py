@@ -24,6 +24,7 @@ from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.distributed import all_reduce_sum, barrier
 from openrlhf.workers.frozen import FrozenWeights
+from openrlhf.workers.moving_average import MovingAverage
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
 
 logger = get_logger(__name__)
@@ -140,6 +141,8 @@ class TrainEngine:
         scheduler: None for a constant rate.
         param_offload: keep parameters on the CPU (ZeRO-3 fetches them layer by layer; below, the whole model
             moves to the device for each forward pass).
+        average_decay: keep a moving average of the weights with this decay, and save that one as Hugging Face folder.
+            Rank 0 holds it in CPU memory (float32); each optimizer step brings all trained weights there.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class TrainEngine:
         scheduler: SchedulerSpec | None = None,
         *,
         param_offload: bool = False,
+        average_decay: float | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("call openrlhf.workers.distributed.init_distributed() before building a TrainEngine")
@@ -190,6 +194,9 @@ class TrainEngine:
                 self._frozen.to_cpu()
             else:
                 self._frozen.to_device()
+        self.average = MovingAverage(average_decay) if average_decay is not None else None
+        if self.average is not None:
+            self.average.update(self._saved_state(dist.get_rank() == 0))
 
     # ------------------------------------------------------------------------------------------ forward, backward
 
@@ -264,6 +271,8 @@ class TrainEngine:
         elif skipped or not math.isfinite(norm):
             self._refuse(finite, norm)
         self.step_count += 1
+        if self.average is not None and not skipped:
+            self.average.update(self._saved_state(dist.get_rank() == 0))
         return StepStats(norm, lr, skipped)
 
     @property
@@ -336,6 +345,8 @@ class TrainEngine:
     ) -> None:
         """Write a Hugging Face folder (adapters only for a LoRA model). All ranks call it; rank 0 writes.
 
+        With ``average_decay`` the weights are the averages.
+
         Args:
             config_updates: further entries of config.json (``mean`` and ``std`` of a reward model).
 
@@ -345,6 +356,8 @@ class TrainEngine:
         self._require_awake("saving the model")
         first = dist.get_rank() == 0
         state = self._saved_state(first)
+        if self.average is not None:
+            state = self.average.replaced(state)
         problem = ""
         if first:
             try:
@@ -411,6 +424,8 @@ class TrainEngine:
             exclude_frozen_parameters=False,
         )
         torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
+        if first and self.average is not None:
+            torch.save(self.average.weights, scratch / files.AVERAGE)
         barrier(f"end of checkpoint {tag}")
         problem = ""
         if first:
@@ -457,10 +472,22 @@ class TrainEngine:
         if self._universal:
             self._separate_steps()
         self._apply_settings(asked)
+        if self.average is not None:
+            self._load_average(Path(root) / tag / files.AVERAGE)
         rng = Path(root) / tag / f"rng_{dist.get_rank()}.pt"
         if rng.is_file():
             files.set_rng_state(torch.load(rng, weights_only=False))
         return dict(state["client_state"])
+
+    def _load_average(self, path: Path) -> None:
+        assert self.average is not None
+        first = dist.get_rank() == 0
+        self.average.weights.clear()
+        if not path.is_file():
+            logger.warning("%s has no moving average: it starts from the weights of the checkpoint", path.parent)
+            self.average.update(self._saved_state(first))
+        elif first:
+            self.average.update(torch.load(path, map_location="cpu", weights_only=True))
 
     def _separate_steps(self) -> None:
         """DeepSpeed gives all weights of a universal checkpoint one step counter (ZeRO-3), which each would raise."""

@@ -192,6 +192,7 @@ class PolicyWorker(TrainedWorker):
             cfg,
             optimizer=OptimizerSpec(cfg.actor_learning_rate, cfg.adam_betas, cfg.adam_eps, cfg.l2),
             scheduler=SchedulerSpec(cfg.lr_scheduler, total_steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
+            average_decay=cfg.ema_beta if cfg.enable_ema else None,
         )
 
     def _forward_one(self, batch: MicroBatch) -> Any:

@@ -377,6 +377,39 @@ def _refusals(engine: TrainEngine, batch: Any) -> int:
     return refused
 
 
+def moving_average(cases: Cases) -> None:
+    """The average of what each step leaves, saved as Hugging Face folder; a resume goes on with it."""
+    from safetensors.torch import load_file
+
+    for stage in (0, 2, 3):
+        opts = options(zero_stage=stage)
+
+        def start(opts: Any = opts) -> TrainEngine:
+            model = PolicyModel(load_causal_lm(cases.model, opts))
+            return TrainEngine(model, opts, SPEC, SCHEDULE, average_decay=0.75)
+
+        engine = start()
+        expected = {name: tensor.double() for name, tensor in cases.weights(engine).items()}
+        for number in range(3):
+            cases.step(engine)
+            now = cases.weights(engine)
+            expected = {name: 0.75 * tensor + 0.25 * now[name].double() for name, tensor in expected.items()}
+            if number == 1:
+                root = cases.folder / f"average{stage}_{cases.ranks}"
+                engine.save_checkpoint(root, "global_step2", {})
+        resumed = start()
+        resumed.load_checkpoint(root)
+        cases.step(resumed)
+        for name, one in (("whole", engine), ("resumed", resumed)):
+            target = root / name
+            one.save_hf(target)
+            if cases.rank == 0:
+                saved = load_file(target / "model.safetensors")
+                gaps = [float((saved[n] - expected[n]).abs().max()) for n in saved]
+                moved = max(float((saved[n] - now[n]).abs().max()) for n in saved)
+                cases.results[f"average zero{stage} {name}"] = [max(gaps), moved]
+
+
 def main() -> None:
     rank, ranks, port = (int(a) for a in sys.argv[1:4])
     folder = Path(sys.argv[4])
@@ -395,6 +428,7 @@ def main() -> None:
         weights_out,
         broken_weights,
         inference,
+        moving_average,
     ):
         part(cases)
     if rank == 0:

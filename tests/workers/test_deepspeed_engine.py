@@ -205,3 +205,11 @@ def test_broken_weights_are_not_saved(results: dict[str, Any], all_results: dict
 def test_inference_engine(results: dict[str, Any], stage: int, offload: bool) -> None:
     assert results[f"inference zero{stage} offload={offload}"] < 1e-6
     assert results[f"asleep zero{stage} offload={offload}"] == 3
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("run", ["whole", "resumed"])
+def test_moving_average_is_what_is_saved(results: dict[str, Any], stage: int, run: str) -> None:
+    difference, distance = results[f"average zero{stage} {run}"]
+    assert difference <= 1e-6  # float32 against float64
+    assert distance > 1e-4, "the average lags behind the weights"
