@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,7 +143,7 @@ def build_preference_dataset(
 
 
 def _columns(pair: TokenizedPair) -> dict[str, Any]:
-    return {**asdict(pair), "chosen_length": len(pair.chosen_ids), "rejected_length": len(pair.rejected_ids)}
+    return {**vars(pair), "chosen_length": len(pair.chosen_ids), "rejected_length": len(pair.rejected_ids)}
 
 
 def check_preference_columns(rows: Dataset, style: PreferenceFormat, source: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,8 @@ def build_sft_dataset(
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
         done = tokenize_sft_row(row, index, style, tokenizer, source)
-        return {**asdict(done), "length": len(done.token_ids), "num_targets": sum(done.loss_mask)}
+        # not asdict, which copies lists one element after another and takes longer than the tokenizer
+        return {**vars(done), "length": len(done.token_ids), "num_targets": sum(done.loss_mask)}
 
     table, dropped = tokenize_rows(
         rows,
