@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from ppo_helpers import Command, CommandRun, marked_processes, read_metrics, write_reward
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from openrlhf.cli import batch_inference, lora_combiner
@@ -44,7 +45,8 @@ SMALL = {
         --param_dtype fp32 --max_len 48 --max_new_tokens 8 --rollout_batch_size 4 --n_samples_per_prompt 4
         --train_batch_size 16 --micro_train_batch_size 8 --micro_rollout_batch_size 8 --max_steps 2
         --actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1
-        --vllm_cpu_kvcache_gib 0.125 --lora_rank 4 --actor_learning_rate 1e-3 --lr_warmup_ratio 0""",
+        --vllm_cpu_kvcache_gib 0.125 --lora_rank 4 --actor_learning_rate 1e-3 --lr_warmup_ratio 0
+        --enable_ema --ema_beta 0.9""",
 }
 
 
@@ -121,6 +123,10 @@ def test_from_sft_to_a_merged_policy(folder: Path, monkeypatch: pytest.MonkeyPat
     assert server.returncode == 0, output
     assert not marked_processes(serve.mark)
 
+    # Adam's first step moves every weight by the rate, 1e-3; the average has a tenth of it, and of the sum of both.
+    adapter = load_file(folder / "rl/adapter_model.safetensors")
+    moved = max(float(tensor.abs().max()) for name, tensor in adapter.items() if "lora_B" in name)
+    assert 1e-5 < moved < 3e-4
     merge = "--model_path ./sft --lora_path ./rl --output_path ./merged --param_dtype fp32 --verify"
     assert lora_combiner.main(merge.split()) == 0
     before, after = (AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("sft", "merged"))
