@@ -97,6 +97,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
         _critic(changer, cfg)
         _batches(changer, cfg)
         _half_run(changer, cfg)
+        _async(changer, cfg)
         _placement(changer, cfg)
         _algorithm(changer, cfg)
     if not isinstance(cfg, ServeRMConfig):
@@ -206,12 +207,24 @@ def _batches(changer: _Changer, cfg: PPOConfig) -> None:
     changer.fill("vllm_generate_batch_size", cfg.rollout_batch_size, "as --rollout_batch_size")
 
 
+def _async(changer: _Changer, cfg: PPOConfig) -> None:
+    if not cfg.async_train:
+        if "async_queue_size" in changer.explicit:
+            changer.note("--async_queue_size does nothing without --async_train")
+        return
+    if cfg.colocate_all_models:
+        changer.note("--colocate_all_models with --async_train: engines keep GPUs of their own")
+    if not cfg.enable_vllm_is_correction:
+        changer.note(
+            "--async_train without --enable_vllm_is_correction trains on samples of older weights as if they were of "
+            "the present ones"
+        )
+
+
 def _placement(changer: _Changer, cfg: PPOConfig) -> None:
     if cfg.vllm_enable_sleep and not cfg.colocate_all_models:
         note = "--vllm_enable_sleep is off: engines have GPUs of their own without --colocate_all_models"
         changer.set("vllm_enable_sleep", False, "no --colocate_all_models", note)
-    if cfg.colocate_all_models and cfg.async_train:
-        changer.note("--colocate_all_models with --async_train: engines keep GPUs of their own")
     if cfg.deepspeed_enable_sleep and cfg.adam_offload:
         changer.note("--deepspeed_enable_sleep moves no optimizer state: --adam_offload keeps it on the CPU")
     if cfg.ref_reward_offload:

@@ -125,10 +125,14 @@ class RolloutOptions(OptionGroup):
         "rollout.max_tokens_per_gpu",
     )
     async_train: bool = flag(False, "generate and train at the same time", "train.async_enable")
-    async_queue_size: int = flag(1, "finished rollouts that may wait for the trainer", "train.async_queue_size")
+    async_queue_size: int = flag(
+        1,
+        "rollouts generated ahead of the one that trains, and so the most weight versions that a sample may be old",
+        "train.async_queue_size",
+    )
     partial_rollout: bool = flag(
         False,
-        "with async_train, go on with unfinished responses after a weight sync",
+        "with async_train, go on with unfinished responses after a weight sync instead of waiting for their end",
         "train.partial_rollout_enable",
     )
     dump_rollouts: str | None = flag(
@@ -141,7 +145,9 @@ class RolloutOptions(OptionGroup):
         None, "folder or file of dump_rollouts: train on these rollouts, without engines", since="new"
     )
     rollout_only: bool = flag(False, "write the rollouts of pretrain to dump_rollouts, and train nothing", since="new")
-    rollout_timeout: float = flag(3600.0, "seconds that one rollout may take", since="new")
+    rollout_timeout: float = flag(
+        3600.0, "seconds that the samples of one prompt may take, and any call of another process", since="new"
+    )
     dynamic_filtering: bool = flag(
         False,
         "train only on groups whose mean score lies inside a range, and draw new prompts for the others",

@@ -550,9 +550,7 @@ class TestOthers:
         result = parsed("train_sft", "--attn_implementation", "flash_attention_2")
         assert result.config.attn_implementation == "flash_attention_2" and not result.notes
 
-    def test_partial_rollout_belongs_to_async(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "partial_rollout", raising=False)
-        monkeypatch.delitem(NOT_YET, "async_train", raising=False)
+    def test_partial_rollout_belongs_to_async(self) -> None:
         assert "add --async_train" in violations(PPO, "--partial_rollout")["partial_rollout"]
         assert not violations(PPO, "--partial_rollout", "--async_train")
         flags = ["--async_train", "--colocate_all_models", "--vllm_enable_sleep"]

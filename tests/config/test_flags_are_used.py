@@ -27,7 +27,6 @@ FILLED_INTO = {
     "muon_momentum": "optim",
     "critic_muon_lr": "critic_optim",
     "critic_muon_momentum": "critic_optim",
-    "async_queue_size": "async_train",
 }
 
 

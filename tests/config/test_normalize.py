@@ -157,10 +157,12 @@ class TestPlacement:
             assert changed(f"{role}_num_nodes", *flags)[0] == 2
         assert changed("vllm_num_engines", *flags)[0] == 4
 
-    def test_async_keeps_engines_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "async_train", raising=False)
+    def test_async_keeps_engines_apart(self) -> None:
         value, _, notes = changed("vllm_num_engines", "--colocate_all_models", "--async_train")
         assert value == 1 and "engines keep GPUs of their own" in notes
+        assert "samples of older weights" in notes
+        assert "older weights" not in changed("vllm_num_engines", "--async_train", "--enable_vllm_is_correction")[2]
+        assert "does nothing without --async_train" in changed("async_queue_size", "--async_queue_size", "2")[2]
 
     def test_offloaded_optimizer_has_nothing_to_move(self) -> None:
         _, _, notes = changed("adam_offload", "--deepspeed_enable_sleep", "--adam_offload")

@@ -55,6 +55,21 @@ def test_a_restart_goes_on_with_the_same_prompts() -> None:
     assert begun + drain(second, 4) == whole
 
 
+def test_prompts_that_are_given_back_come_first_and_under_their_own_numbers() -> None:
+    stream = PromptStream(rows(5), 3, 2)
+    drawn = [*stream.take(4), *stream.take(4), *stream.take(1)]
+    assert [item.group_id for item in drawn] == [0, 1, 2, 3, 4, 5]
+    stream.give_back([5, 3, 1])
+    assert (stream.episode, stream.remaining, stream.remaining_in(0), stream.remaining_in(1)) == (0, 7, 2, 5)
+    again = PromptStream(rows(5), 3, 2)
+    again.load_state_dict(stream.state_dict(unfinished=[4]))
+    assert [item.group_id for item in again.take(8)] == [1, 3, 4]  # never across the end of an episode
+    items = stream.take(2)
+    assert items == [drawn[1], drawn[3]]
+    assert [item.group_id for item in stream.take(3)] == [5, 6, 7] and stream.remaining == 2
+    assert stream.consumed == 8
+
+
 @pytest.mark.parametrize(("count", "seed", "what"), [(11, 7, "rows = 12"), (12, 8, "seed = 7")])
 def test_another_prompt_set_or_seed_is_refused(count: int, seed: int, what: str) -> None:
     state = PromptStream(rows(12), 7, 1).state_dict()

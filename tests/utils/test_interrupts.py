@@ -28,6 +28,17 @@ def test_a_lost_interrupt_is_found_by_the_next_check(number: signal.Signals) -> 
         assert interrupts.requested() is None
 
 
+def test_a_failure_elsewhere_ends_the_next_check() -> None:
+    with interrupts.handled():
+        interrupts.fail(ValueError("the other thread"))
+        with interrupts.cleaning_up():
+            interrupts.check()
+        with pytest.raises(ValueError, match="the other thread"):
+            interrupts.check()
+    with interrupts.handled():
+        interrupts.check()
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(number) for number in interrupts.SIGNALS]
     with interrupts.handled():
