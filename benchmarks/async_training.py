@@ -1,6 +1,6 @@
 """Throughput and final accuracy of asynchronous against synchronous training, on the demo's task with a slow reward.
 
-    python benchmarks/async_training.py [--sleep 1.0] [--seeds 0] [--out runs/async] [--queue_size 1] [--partial]
+    python benchmarks/async_training.py [--sleep 1.0] [--seeds 0] [--out runs/async] [--queue_size 2] [--drain]
 
 The demo's supervised model is trained twice with the same prompts, seeds and flags: once as it is, once with
 --async_train. The reward sleeps, as a judge or a sandbox would keep one waiting. Printed are samples a second (from
@@ -89,11 +89,12 @@ def main() -> int:
     parser.add_argument("--sleep", type=float, default=1.0, help="seconds that a call of the reward sleeps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/async"))
-    parser.add_argument("--queue_size", type=int, default=1)
-    parser.add_argument("--partial", action="store_true", help="with --partial_rollout")
+    parser.add_argument("--queue_size", type=int, default=2)
+    parser.add_argument("--drain", action="store_true", help="without --partial_rollout")
     options = parser.parse_args()
     flags = ["--async_train", "--async_queue_size", str(options.queue_size)]
-    flags += ["--partial_rollout"] if options.partial else []
+    flags += ["--vllm_generate_batch_size", str(RL_PROMPTS * options.queue_size)]
+    flags += [] if options.drain else ["--partial_rollout"]
     results: dict[str, list[dict[str, float]]] = {"sync": [], "async": []}
     for seed in options.seeds:
         folder = (options.out / str(seed)).absolute()

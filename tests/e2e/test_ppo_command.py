@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.models.loading import load_sequence_regression, write_hf_folder
+from openrlhf.rollout.dump import read_rollout_dump
 from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 
@@ -203,18 +204,28 @@ class AgentExecutor(MultiTurnAgentExecutor):
 
 
 def test_a_multi_turn_agent_written_for_0_9_trains(model: str, tmp_path: Path) -> None:
-    """REINFORCE++ with an agent: two turns an episode, KL in the reward, a LoRA adapter under ZeRO-3."""
+    """REINFORCE++ with an agent: two turns an episode, KL in the reward, a LoRA adapter under ZeRO-3.
+
+    Asynchronous, with weight updates in the middle of episodes, evaluations and checkpoints.
+    """
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT_FILE)
-    flags = f"""--agent_func_path {agent} --advantage_estimator reinforce --init_kl_coef 0.01 --max_steps 2
-        --max_new_tokens 6 --n_samples_per_prompt 4 --zero_stage 3 --lora_rank 4 --lora_alpha 8""".split()
-    before = shared_memory()
     prompts = write_prompts(tmp_path / "prompts.jsonl")
+    flags = f"""--agent_func_path {agent} --advantage_estimator reinforce --init_kl_coef 0.01
+        --max_new_tokens 6 --n_samples_per_prompt 4 --zero_stage 3 --lora_rank 4 --lora_alpha 8
+        --async_train --async_queue_size 2 --partial_rollout --enable_vllm_is_correction --dump_rollouts
+        {tmp_path / "dump"} --eval_dataset {prompts} --eval_steps 2 --save_steps 2""".split()
+    before = shared_memory()
     run = Command(MODULE, ppo_arguments(model, prompts, tmp_path, *flags)).run()
     assert run.code == 0, run.output
     steps = read_metrics(tmp_path / "ckpt/run")
-    assert len(steps) == 2
+    assert len(steps) == 4 and len(read_metrics(tmp_path / "ckpt/run", "eval")) == 2
+    dumped = [sample for file in sorted((tmp_path / "dump").glob("rollout*")) for sample in read_rollout_dump(file)[0]]
+    assert sorted(sample.prompt_id for sample in dumped) == sorted([*range(32)] * 4)
+    assert 0 < max(step["rollout/staleness_max"] for step in steps) <= 2
     for step in steps:
+        assert step["rollout/stale_groups"] == 0
+        assert step["is_ratio"] == pytest.approx(1, abs=0.2)
         assert step["rollout/num_samples"] == 32
         assert step["turns"] == 2
         assert step["rollout/lost_samples"] == 0
