@@ -1,0 +1,85 @@
+"""Weight versions of sampled tokens, and groups in flight on several engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from openrlhf.engines import pool
+from openrlhf.engines.pool import GroupCalls
+from openrlhf.engines.vllm_engine import UNSYNCED, _token_versions
+from openrlhf.rollout.episodes import PromptItem
+from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.workers.group import Member, WorkerError, WorkerGroup
+
+
+class Span(NamedTuple):
+    version: str
+    start: int
+    end: int
+
+
+@pytest.mark.parametrize(
+    ("spans", "count", "versions"),
+    [
+        (None, 3, 0),
+        ([], 0, 0),
+        ([Span(UNSYNCED, 0, 4)], 4, 0),
+        ([Span("7", 0, 4)], 4, 7),
+        ([Span("7", 0, 2), Span("7", 2, 4)], 4, 7),
+        ([Span("7", 0, 1), Span("8", 1, 3), Span("10", 3, 4)], 4, [7, 8, 8, 10]),
+        ([Span("7", 0, 2), Span("8", 2, 5)], 4, [7, 7, 8, 8]),  # a stop string cut the last token
+    ],
+)
+def test_versions_of_a_response(spans: list[Span] | None, count: int, versions: Any) -> None:
+    assert _token_versions(spans, count) == versions
+
+
+@dataclass
+class Engine:
+    """An actor handle that notes which prompts it got."""
+
+    prompts: list[int] = field(default_factory=list)
+
+    @property
+    def run_group(self) -> Engine:
+        return self
+
+    def remote(self, prompt: PromptItem, *_: Any) -> tuple[int, int]:
+        self.prompts.append(prompt.prompt_id)
+        return (id(self), prompt.prompt_id)
+
+
+def in_flight(engines: list[Engine], log: Path, timeout: float) -> GroupCalls:
+    members = [Member(f"engine {i}", engine, str(log)) for i, engine in enumerate(engines)]  # type: ignore[arg-type]
+    return GroupCalls(WorkerGroup("engine", members, 1.0), 400, SamplingParams(), timeout)
+
+
+def test_prompts_go_to_the_least_loaded_engine_and_have_a_deadline_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_text("waiting for the judge\n")
+    clock = [100.0]
+    monkeypatch.setattr(pool.time, "monotonic", lambda: clock[0])
+    done: list[Any] = []
+    monkeypatch.setattr(pool.ray, "wait", lambda calls, num_returns, timeout: ([c for c in calls if c in done], []))
+    monkeypatch.setattr(pool.PendingCall, "result", lambda self, timeout: [next(iter(self._calls))])
+    first, second = Engine(), Engine()
+    calls = in_flight([first, second], tmp_path / "log", timeout=60.0)
+    for number in range(4):  # 400 samples each: two fill an engine
+        assert calls.has_room
+        calls.submit(PromptItem(number, number, "", [1]))
+    assert not calls.has_room and (first.prompts, second.prompts) == ([0, 2], [1, 3])
+    done.append((id(second), 1))
+    assert calls.wait(1.0) == done and calls.has_room and len(calls) == 3
+    clock[0] += 50
+    calls.submit(PromptItem(4, 4, "", [1]))
+    assert second.prompts == [1, 3, 4]
+    done.clear()
+    assert calls.wait(1.0) == []
+    clock[0] += 20
+    with pytest.raises(WorkerError, match=r"(?s)4 prompts were not done after 60 s.*ids 0, 2, 3, 4.*for the judge"):
+        calls.wait(1.0)
