@@ -1,0 +1,68 @@
+"""The layout never changes the answer: padded, packed and dynamic batches on one and two ranks, ZeRO 0, 2 and 3."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layout_cases import LAYOUTS, MOVED, OBJECTIVES, STAGES
+
+from openrlhf.utils.process import free_port
+
+pytestmark = pytest.mark.e2e
+
+SCRIPT = Path(__file__).parent / "layout_cases.py"
+DEADLINE_S = 300
+
+
+@pytest.fixture(scope="module")
+def grids(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("layouts")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    for ranks in (1, 2):
+        port = free_port("127.0.0.1")
+        logs = [folder / f"log_{ranks}_{rank}.txt" for rank in range(ranks)]
+        running = []
+        for rank, log in enumerate(logs):
+            command = [sys.executable, str(SCRIPT), str(rank), str(ranks), str(port), str(folder)]
+            with open(log, "w") as file:
+                running.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(timeout=DEADLINE_S) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+    return {ranks: json.loads((folder / f"layouts_{ranks}.json").read_text()) for ranks in (1, 2)}
+
+
+def check_steps(got: list[dict[str, float]], expected: list[dict[str, float]], rel: float) -> None:
+    assert len(got) == len(expected) > 1
+    for mine, reference in zip(got, expected, strict=True):
+        assert mine == pytest.approx(reference, rel=rel, abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("role", OBJECTIVES)
+def test_same_loss_gradient_and_metrics(
+    grids: dict[int, dict[str, Any]], role: str, layout: str, stage: int, ranks: int
+) -> None:
+    results = grids[ranks][role]
+    entry = results[f"zero{stage} {layout}"]
+    assert entry["forward"] < 2e-6
+    judged = [name for name in entry if name != "forward"]
+    assert len(judged) == (len(OBJECTIVES[role]) if stage == 0 else 1)
+    for objective in judged:
+        check_steps(entry[objective], results["reference"][objective], rel=1e-6)
+    if layout in MOVED:
+        moved = results[f"zero{stage} {layout} moved"]
+        assert moved["count"] > 10 and moved["weights"] < 1e-5
+        check_steps(moved["steps"], results["moved reference"], rel=1e-5)
