@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from estimator_cases import estimator_grid  # noqa: E402
 from objective_reference import (  # noqa: E402
     Figures,
     ReferenceTrainer,
@@ -286,6 +287,8 @@ def main() -> None:
     for name, estimator in (("policy", "reinforce"), ("value", "gae")):
         cfg = ppo_config(own, model, advantage_estimator=estimator, **flags)
         results[name] = Grid(name, cfg, rank, ranks).run()
+    if ranks == 1:
+        results["estimators"] = estimator_grid(own, model)
     if rank == 0:
         (folder / f"layouts_{ranks}.json").write_text(json.dumps(results))
     shutdown()

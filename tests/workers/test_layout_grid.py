@@ -1,4 +1,7 @@
-"""The layout never changes the answer: padded, packed and dynamic batches on one and two ranks, ZeRO 0, 2 and 3."""
+"""The layout never changes the answer: padded, packed and dynamic batches on one and two ranks, ZeRO 0, 2 and 3.
+
+And every advantage estimator goes through the real optimizer step, with the KL penalty in each of its places.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from estimator_cases import PLACES
 from layout_cases import LAYOUTS, MOVED, OBJECTIVES, STAGES
 
+from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.utils.process import free_port
 
 pytestmark = pytest.mark.e2e
@@ -66,3 +71,26 @@ def test_same_loss_gradient_and_metrics(
         moved = results[f"zero{stage} {layout} moved"]
         assert moved["count"] > 10 and moved["weights"] < 1e-5
         check_steps(moved["steps"], results["moved reference"], rel=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+def test_every_estimator_trains_with_the_kl_penalty_in_each_place(
+    grids: dict[int, dict[str, Any]], estimator: str, place: str
+) -> None:
+    entry = grids[1]["estimators"][estimator][place]
+    assert len(entry["got"]) == len(entry["expected"]) == 2
+    for got, expected in zip(entry["got"], entry["expected"], strict=True):
+        assert got["actor_grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        for name in ("policy_loss", "ppo_kl", "ppo_clip_ratio", *(("kl",) if place == "loss" else ())):
+            assert got[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
+    assert max(step["actor_grad_norm"] for step in entry["got"]) > 1e-3
+    assert entry["masked"] == 0.0
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
+def test_the_kl_penalty_is_counted_in_one_place(grids: dict[int, dict[str, Any]], estimator: str) -> None:
+    entries = grids[1]["estimators"][estimator]
+    advantages = {place: entries[place]["advantages"] for place in PLACES}
+    assert advantages["loss"] == advantages["none"]
+    assert advantages["reward"] != advantages["none"]
