@@ -276,6 +276,19 @@ def optimizer_steps(group_ids: Sequence[int], cfg: PPOConfig, seed: Sequence[int
     return steps
 
 
+def _refuse_not_finite(experience: Experience, columns: Mapping[str, Sequence[Tensor]]) -> None:
+    """Before anything is trained on: once in a loss, the value could not be traced to its sample."""
+    for name, column in columns.items():
+        parts = zip(experience.trajectories, experience.action_masks, column, strict=True)
+        broken = [f"prompt {t.prompt_id} sample {t.sample_index}" for t, m, c in parts if not c[m].isfinite().all()]
+        if broken:
+            raise FloatingPointError(
+                f"{name} is NaN or infinite at action tokens of {len(broken)} of {len(experience)} samples: "
+                f"{', '.join(broken[:10])}. Nothing was updated. Look at these samples' rewards and at the model that "
+                "this column comes from"
+            )
+
+
 def step_batches(
     experience: Experience,
     steps: Sequence[Sequence[int]],
@@ -296,13 +309,15 @@ def step_batches(
 
     Returns:
         ``result[rank][step]``.
+
+    Raises:
+        FloatingPointError: a column is NaN or infinite at an action token; names the samples.
     """
     sequences = [t.token_ids for t in experience.trajectories]
     masks = experience.action_masks
-    data: Mapping[str, Column] = {
-        "action_mask": masks,
-        **{name: experience.columns[name] for name in columns if name in experience.columns},
-    }
+    sent = {name: experience.columns[name] for name in columns if name in experience.columns}
+    _refuse_not_finite(experience, sent)
+    data: Mapping[str, Column] = {"action_mask": masks, **sent}
     result: list[list[StepBatch]] = [[] for _ in range(ranks)]
     for indices in steps:
         plan = _plan(

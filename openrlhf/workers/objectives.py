@@ -171,5 +171,5 @@ def check_finite(batch: MicroBatch, values: Tensor, what: str) -> None:
     raise FloatingPointError(
         f"{what} is not finite at {len(broken)} of {int(mask.sum())} action tokens: {', '.join(places)}. "
         "Nothing was updated; the weights are those of the last finished step. Lower the learning rate, or look "
-        "at these samples in the rollout dump."
+        "at these samples: they are numbered from 0 as the lines of the rollout's dump (--dump_rollouts)."
     )

@@ -164,6 +164,22 @@ def test_scores_of_a_reward_model_must_be_finite() -> None:
         with_model_scores(trajectories, np.array([0, 1, np.nan, 3, 4]))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", POLICY_COLUMNS)
+def test_a_column_that_is_not_finite_names_its_samples(cfg: PPOConfig, name: str, value: float) -> None:
+    experience = collect(rollout())
+    for column in POLICY_COLUMNS:
+        experience.columns[column] = [torch.zeros(length) for length in experience.lengths]
+    place, mask = 2, experience.action_masks[2]
+    experience.columns[name][place][~mask] = value  # no business of the loss's
+    step_batches(experience, [range(5)], 1, cfg, POLICY_COLUMNS, 0.0)
+    experience.columns[name][place][int(mask.nonzero()[-1])] = value
+    wrong = experience.trajectories[place]
+    words = f"{name} is NaN or infinite .* 1 of 5 samples: prompt {wrong.prompt_id} sample {wrong.sample_index}"
+    with pytest.raises(FloatingPointError, match=words):
+        step_batches(experience, [range(5)], 1, cfg, POLICY_COLUMNS, 0.0)
+
+
 def test_every_sample_is_in_one_step_an_epoch_and_groups_stay_together(cfg: PPOConfig) -> None:
     group_ids = [t.group_id for t in collect(rollout()).trajectories]
     two = config(Path(cfg.prompt_data or ""), Path(cfg.remote_rm_url or ""), max_epochs=2)
