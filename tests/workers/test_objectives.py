@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.aggregation import Denominators
+from openrlhf.algorithms.policy_loss import POLICY_LOSSES
 from openrlhf.batching.microbatch import MicroBatch, pack
 from openrlhf.config import PPOConfig
+from openrlhf.trainer.experience import POLICY_COLUMNS, VALUE_COLUMNS
 from openrlhf.workers.messages import StepBatch
-from openrlhf.workers.objectives import PolicyObjective, ValueObjective, check_finite, correction_settings
+from openrlhf.workers.objectives import Objective, PolicyObjective, ValueObjective, check_finite, correction_settings
 
 LENGTHS = (4, 3)
 MASK = torch.tensor([0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
@@ -82,21 +84,48 @@ def test_router_loss_is_weighted_by_the_share_of_tokens() -> None:
     assert result.metrics.values()["aux_loss"] == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), 1e30])
-def test_masked_positions_change_neither_value_nor_gradient(poison: float) -> None:
-    cfg = replace(PPOConfig(), kl_estimator="k3")
+POISONS = pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
 
-    def run(filler: float) -> tuple[Tensor, Tensor]:
-        columns = {
-            name: torch.where(MASK, torch.linspace(-1.2, -0.8, 7), filler) for name in ("old_logprobs", "ref_logprobs")
-        }
-        micro = batch(**columns)
-        values = logprobs()
-        result = PolicyObjective(cfg)(micro, step(micro, kl_coef=0.1), values)
-        return result.loss.detach(), torch.autograd.grad(result.loss, values)[0]
 
-    for clean, dirty in zip(run(-1.0), run(poison), strict=True):
-        assert torch.equal(clean, dirty)
+def poisoned(name: str, filler: float) -> Tensor:
+    """A column with plausible numbers at action tokens, and ``filler`` elsewhere."""
+    start, end = (0.5, 1.5) if name in ("advantages", "returns") else (-1.2, -0.8)
+    return torch.where(MASK, torch.linspace(start, end, 7), filler)
+
+
+def assert_same(clean: Objective, dirty: Objective, one: Tensor, other: Tensor) -> None:
+    assert torch.equal(clean.loss, dirty.loss) and clean.loss.isfinite()
+    assert clean.metrics.values() == dirty.metrics.values()
+    assert torch.equal(torch.autograd.grad(clean.loss, one)[0], torch.autograd.grad(dirty.loss, other)[0])
+
+
+@POISONS
+@pytest.mark.parametrize("loss", POLICY_LOSSES.names())
+@pytest.mark.parametrize("column", ["advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "entropy"])
+def test_masked_positions_change_neither_value_nor_gradient(poison: float, loss: str, column: str) -> None:
+    flags = {"kl_estimator": "k3", "policy_loss_type": loss, "entropy_loss_coef": 0.1}
+    cfg = replace(PPOConfig(), enable_vllm_is_correction=True, **flags)
+
+    def run(filler: float) -> tuple[Objective, Tensor]:
+        columns = {name: poisoned(name, filler if name == column else -1.0) for name in POLICY_COLUMNS}
+        micro, values = batch(**columns), logprobs()
+        entropy = poisoned("entropy", filler if column == "entropy" else -1.0)
+        return PolicyObjective(cfg)(micro, step(micro, kl_coef=0.1), values, entropy), values
+
+    (clean, one), (dirty, other) = run(-1.0), run(poison)
+    assert_same(clean, dirty, one, other)
+
+
+@POISONS
+@pytest.mark.parametrize("column", VALUE_COLUMNS)
+def test_masked_positions_do_not_reach_the_critic(poison: float, column: str) -> None:
+    def run(filler: float) -> tuple[Objective, Tensor]:
+        columns = {name: poisoned(name, filler if name == column else -1.0) for name in VALUE_COLUMNS}
+        micro, values = batch(**columns), logprobs()
+        return ValueObjective(PPOConfig())(micro, step(micro), values), values
+
+    (clean, one), (dirty, other) = run(-1.0), run(poison)
+    assert_same(clean, dirty, one, other)
 
 
 def test_correction_flags_reach_the_loss() -> None:
