@@ -77,6 +77,16 @@ def run_demo(folder: Path, seed: int) -> dict[str, float]:
     platform.prepare_process(threads=1)
     from evaluate import accuracy
 
+    prepare(folder, seed)
+    say("3/4", "reinforcement learning on the same kind of problems, rewarded for right answers only")
+    run_stage(rl_command(folder, seed), RL_SECONDS)
+    say("4/4", f"measuring on {HELD_OUT} problems that neither stage has seen")
+    stages = {"before SFT": "model", "after SFT": "sft", "after RL": "rl"}
+    return {name: accuracy(folder / saved, folder / "data/held_out.jsonl") for name, saved in stages.items()}
+
+
+def prepare(folder: Path, seed: int) -> None:
+    """Everything before the RL stage: model, data and supervised fine-tuning, in an emptied `folder`."""
     from openrlhf.utils.tiny_model import make_tiny_model
 
     if folder.exists():
@@ -89,11 +99,6 @@ def run_demo(folder: Path, seed: int) -> dict[str, float]:
     )
     say("2/4", "supervised fine-tuning on the answers of a teacher who often forgets to carry")
     run_stage(sft_command(folder, seed), SFT_SECONDS)
-    say("3/4", "reinforcement learning on the same kind of problems, rewarded for right answers only")
-    run_stage(rl_command(folder, seed), RL_SECONDS)
-    say("4/4", f"measuring on {HELD_OUT} problems that neither stage has seen")
-    stages = {"before SFT": "model", "after SFT": "sft", "after RL": "rl"}
-    return {name: accuracy(folder / saved, folder / "data/held_out.jsonl") for name, saved in stages.items()}
 
 
 def run_stage(command: list[str], seconds: int) -> None:
