@@ -1,6 +1,6 @@
 """Throughput and final accuracy of asynchronous against synchronous training, on the demo's task with a slow reward.
 
-    python benchmarks/async_training.py [--sleep 1.0] [--seeds 0] [--out runs/async] [--queue_size 2] [--drain]
+    python benchmarks/async_training.py [--sleep 2.0] [--seeds 0] [--out runs/async] [--queue_size 2] [--drain]
 
 The demo's supervised model is trained twice with the same prompts, seeds and flags: once as it is, once with
 --async_train. The reward sleeps, as a judge or a sandbox would keep one waiting. Printed are samples a second (from
@@ -86,7 +86,7 @@ def reinforce(folder: Path, name: str, seed: int, reward: Path, more: list[str])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sleep", type=float, default=1.0, help="seconds that a call of the reward sleeps")
+    parser.add_argument("--sleep", type=float, default=2.0, help="seconds that a call of the reward sleeps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/async"))
     parser.add_argument("--queue_size", type=int, default=2)
