@@ -29,7 +29,7 @@ def test_seed_decides() -> None:
 
 @pytest.mark.parametrize("stop", [24, 32, 40])
 def test_resume_repeats_and_skips_nothing(stop: int) -> None:
-    """F16: 32 rows, batch 8, stopped before, at and after the end of an epoch."""
+    """32 rows, batch 8, stopped before, at and after the end of an epoch."""
     order = ResumableOrder(32, seed=0)
     seen = order.take(stop)
     other = ResumableOrder(32, seed=0)

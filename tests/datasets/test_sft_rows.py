@@ -46,7 +46,7 @@ def message(role: str, content: str) -> dict[str, str]:
 
 
 def test_exactly_the_response_and_one_eos_are_learnt() -> None:
-    """F23: prompt of 3, response of 3 and EOS."""
+    """Prompt of 3, response of 3 and EOS."""
     tokenizer = letters(eos="<eos>")
     row = tokenize_sft_row({"input": "abc", "output": "def"}, 0, style(), tokenizer)
     assert tokenizer.decode(row.token_ids) == "abcdef<eos>"
@@ -79,7 +79,6 @@ def test_prompt_is_tokenised_as_at_generation_time() -> None:
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_one_bos_without_a_template(adds_bos: bool) -> None:
-    """F27."""
     tokenizer = letters(eos="<eos>", adds_bos=adds_bos)
     row = tokenize_sft_row({"input": "ab", "output": "c"}, 0, style(), tokenizer)
     assert row.token_ids.count(tokenizer.bos_token_id) == int(adds_bos)
@@ -91,7 +90,6 @@ def test_one_bos_without_a_template(adds_bos: bool) -> None:
 
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_one_bos_with_a_template_that_writes_it(adds_bos: bool) -> None:
-    """F27."""
     tokenizer = letters(BOS_TEMPLATE, eos="<eos>", adds_bos=adds_bos)
     row = tokenize_sft_row({"input": "ab", "output": "c"}, 0, style(apply_chat_template=True), tokenizer)
     assert row.token_ids.count(tokenizer.bos_token_id) == 1 and row.token_ids[0] == tokenizer.bos_token_id
@@ -133,7 +131,7 @@ def test_end_token_of_the_turn_is_learnt_and_eos_added_when_it_is_another() -> N
 
 
 def test_multiturn_row_with_a_long_last_prompt_keeps_its_first_answer() -> None:
-    """F25 (b): the first answer's 4 tokens and its end token."""
+    """The first answer's 4 tokens and its end token."""
     tokenizer = letters(BOS_TEMPLATE, eos="<eos>")
     talk = [message(USER, "abc"), message(ASSISTANT, "defg"), message(USER, "x" * 40), message(ASSISTANT, "yz")]
     row = tokenize_sft_row(
@@ -174,7 +172,7 @@ def test_pretraining_learns_every_token_and_adds_no_eos() -> None:
         ({"input": "", "output": "a"}, {}, EMPTY_PROMPT),
         ({"input": "a", "output": ""}, {}, EMPTY_RESPONSE),
         ({"input": "a", "output": "\n"}, {}, EMPTY_RESPONSE),
-        ({"input": "abcdef", "output": "ghi"}, {"max_len": 4}, TOO_LONG),  # F25 (a)
+        ({"input": "abcdef", "output": "ghi"}, {"max_len": 4}, TOO_LONG),
         ({"input": "q", "output": ""}, {"apply_chat_template": True}, EMPTY_RESPONSE),
         ({"input": [], "output": []}, {"apply_chat_template": True}, EMPTY_PROMPT),
         ({"input": "a", "output": ""}, {"pretrain_mode": True}, EMPTY_PROMPT),
@@ -203,7 +201,6 @@ def test_rows_without_anything_to_learn_are_dropped_with_the_reason(
     ],
 )
 def test_malformed_rows_are_named(row: dict[str, Any], changes: dict[str, Any], text: str) -> None:
-    """F46."""
     with pytest.raises(DataError, match=text):
         tokenize_sft_row(row, 7, style(**changes), letters())
 

@@ -167,7 +167,6 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
 
 
 def test_missing_columns_name_flag_and_columns(jsonl: str) -> None:
-    """F46."""
     rows = load_rows(jsonl)
     require_columns(rows, {"input_key": "input", "label_key": None}, jsonl)
     with pytest.raises(DataError, match="--input_key 'prompt', --label_key 'gt'; its columns are: input, output"):

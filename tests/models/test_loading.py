@@ -172,7 +172,7 @@ def test_chat_template_can_be_replaced(folder: Path) -> None:
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_written_folder_loads_with_stock_transformers(tmp_path: Path, tie: bool) -> None:
-    """F42: the same logits, tied weights once, template and special ids as they were."""
+    """The same logits, tied weights once, template and special ids as they were."""
     source = make_tiny_model(tmp_path / "source", tie=tie, attention_dropout=0.25)
     model, tokenizer = load_causal_lm(source, options()), load_tokenizer(source)
     write_hf_folder(model, state_of(model), tmp_path / "out", tokenizer)
@@ -194,7 +194,7 @@ def test_written_folder_loads_with_stock_transformers(tmp_path: Path, tie: bool)
 
 
 def test_empty_tensors_are_never_written(folder: Path, tmp_path: Path) -> None:
-    """F54: a partition that was not gathered."""
+    """A partition that was not gathered."""
     model = load_causal_lm(str(folder), options())
     state = {**state_of(model), "lm_head.weight": torch.empty(0)}
     with pytest.raises(ValueError, match="lm_head.weight"):

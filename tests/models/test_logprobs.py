@@ -46,7 +46,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_packed_equals_each_sequence_alone(folder: str, changes: dict[str, object]) -> None:
-    """F38, F37: no layout lets a token see another sequence or another position."""
+    """No layout lets a token see another sequence or another position."""
     items = sequences()
     opts = options(**changes)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_empty_micro_batch_gives_zero_loss_and_zero_gradient(llama: str, packing
 
 
 def test_ratio_is_one_with_dropout_in_the_config(tmp_path: Path) -> None:
-    """F39: two forward passes in different micro-batches agree, in training mode too."""
+    """Two forward passes in different micro-batches agree, in training mode too."""
     folder = make_tiny_model(tmp_path / "m", "gpt2", n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.1, attn_pdrop=0.1)
     policy = PolicyModel(load_causal_lm(folder, options())).train()
     items = sequences()

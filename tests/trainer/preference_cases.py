@@ -186,7 +186,7 @@ def two_ranks(cases: Cases) -> None:
 
 
 def layouts_of_an_evaluation(cases: Cases) -> None:
-    """F20: five pairs, two a micro-batch; F48: a single row."""
+    """Five pairs, two a micro-batch; or a single row."""
     for command in ("train_rm", "train_dpo"):
         flags = {"eval_dataset": "five_pairs.jsonl", "learning_rate": 1e-9, "max_steps": 1}
         cases.run(command, f"five{cases.world.size}", **flags)

@@ -24,13 +24,12 @@ LAYOUTS = ["packed", "zero3", "zero0", "offload", "ranks2", "ranks2_packed_zero3
 
 class TestWithoutEngine:
     def test_prompts_are_masked_in_both_halves(self) -> None:
-        """F24: prompt of 2 tokens, answers of 3 and 4, every log-prob -1."""
+        """Prompt of 2 tokens, answers of 3 and 4, every log-prob -1."""
         masks = [[False] * 2 + [True] * 3, [False] * 2 + [True] * 4]
         batch = pack([[7] * 5, [7] * 6], {"mask": masks}, [0, 1])
         assert answer_logprobs(batch, torch.full((11,), -1.0)).tolist() == [-3.0, -4.0]
 
     def test_identical_halves_cost_ln_2(self) -> None:
-        """F24."""
         same = torch.tensor([-3.0])
         result = dpo_loss(same, same, same, same, beta=0.1)
         assert float(result.per_pair) == pytest.approx(math.log(2), abs=1e-7)
@@ -96,7 +95,7 @@ class TestRuns:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_layout_does_not_change_the_training(self, preference_runs: Any, layout: str) -> None:
-        """F20, F38: ranks, packing, micro-batches, ZeRO stage and where the reference model is."""
+        """Ranks, packing, micro-batches, ZeRO stage and where the reference model is."""
         for metric in ("loss", "acc", "chosen_reward", "reject_reward", "grad_norm"):
             base = preference_runs.values("train_dpo/base", metric)
             assert preference_runs.values(f"train_dpo/{layout}", metric) == pytest.approx(base, abs=1e-6, rel=1e-6)
@@ -106,7 +105,7 @@ class TestRuns:
 
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_evaluation_counts_every_pair_once(self, preference_runs: Any, ranks: int) -> None:
-        """F20: five pairs in micro-batches of two."""
+        """Five pairs in micro-batches of two."""
         policy, reference = (Policy(preference_runs.folder / name) for name in ("model", "other"))
         rows = preference_runs.rows("five_pairs.jsonl")
         with torch.no_grad():
@@ -141,7 +140,7 @@ class TestRuns:
         assert preference_runs.lines("train_dpo/long", "eval")[-1]["acc_mean"] >= 0.9
 
     def test_saved_model_gives_the_same_log_probs(self, preference_runs: Any) -> None:
-        """F42: the last evaluation, done with stock transformers."""
+        """The last evaluation, done with stock transformers."""
         reference = Policy(preference_runs.folder / "other")
         rows = preference_runs.rows("eval_pairs.jsonl")
         for name in ("base", "ranks2_packed_zero3", "lora"):

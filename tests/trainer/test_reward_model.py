@@ -53,7 +53,7 @@ def test_first_step_in_float64(preference_runs: Any) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_change_the_training(preference_runs: Any, layout: str) -> None:
-    """F20, F38: ranks, packing, micro-batches and ZeRO stage."""
+    """Ranks, packing, micro-batches and ZeRO stage."""
     for metric in ("loss", "acc", "chosen_reward", "grad_norm"):
         base = preference_runs.values("train_rm/base", metric)
         got = preference_runs.values(f"train_rm/{layout}", metric)
@@ -66,7 +66,7 @@ def test_layout_does_not_change_the_training(preference_runs: Any, layout: str) 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_evaluation_counts_every_pair_once(preference_runs: Any, ranks: int) -> None:
-    """F20: five pairs in micro-batches of two."""
+    """Five pairs in micro-batches of two."""
     scorer = Scorer(preference_runs.folder / "rm" / "start")
     rows = preference_runs.rows("five_pairs.jsonl")
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_learns_a_preference(preference_runs: Any) -> None:
     "name", ["base/model", "zero3/model", "ranks2_packed_zero3/model", "base/ckpt/global_step2_hf"]
 )
 def test_saved_model_gives_the_same_scores(preference_runs: Any, name: str) -> None:
-    """F42, F54: with stock transformers (padded on either side), and with our own loader (packed)."""
+    """With stock transformers (padded on either side), and with our own loader (packed)."""
     folder = preference_runs.folder / "train_rm" / name
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForSequenceClassification"] and config["normalize_reward"] is False
@@ -189,7 +189,7 @@ def test_default_evaluation_is_at_least_one_training_pair(preference_runs: Any) 
 
 @pytest.mark.parametrize("command", ["train_rm", "train_dpo", "train_kto"])
 def test_a_rank_without_rows(preference_runs: Any, command: str) -> None:
-    """F48: of the one row to evaluate, one of two ranks has nothing."""
+    """Of the one row to evaluate, one of two ranks has nothing."""
     alone, spread = (preference_runs.lines(f"{command}/one{ranks}", "eval")[0] for ranks in (1, 2))
     names = set(alone) - {"kind", "time"}
     assert {name: spread[name] for name in names} == pytest.approx({name: alone[name] for name in names}, abs=1e-5)

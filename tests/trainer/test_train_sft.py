@@ -197,7 +197,6 @@ def test_metrics_have_the_known_names(bench: Bench) -> None:
 
 
 def test_saved_model_is_ready_for_others(bench: Bench) -> None:
-    """F42."""
     out = bench.folder / "base" / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     original = AutoTokenizer.from_pretrained(bench.model)
@@ -226,7 +225,7 @@ def test_checkpoint_layout(bench: Bench) -> None:
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_layout_does_not_change_the_training(bench: Bench, name: str) -> None:
-    """F06, F20: ranks, packing, micro-batches and ZeRO stage."""
+    """Ranks, packing, micro-batches and ZeRO stage."""
     assert bench.done[name].code == 0, bench.done[name].err
     assert bench.losses(name) == pytest.approx(bench.losses("base"), rel=1e-5)
     assert bench.losses(name)[0] == pytest.approx(bench.losses("base")[0], rel=1e-6)
@@ -236,7 +235,7 @@ def test_layout_does_not_change_the_training(bench: Bench, name: str) -> None:
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_resume_equals_an_uninterrupted_run_bit_for_bit(bench: Bench, stop: int) -> None:
-    """F16: before, at and after the end of an epoch."""
+    """Before, at and after the end of an epoch."""
     first, second = bench.done[f"stop{stop}"], bench.done[f"resume{stop}"]
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert f"step {stop + 1}/8" in second.out and f"step {stop}/8" not in second.out
@@ -260,7 +259,7 @@ def test_resume_with_other_data_is_refused(bench: Bench) -> None:
 
 
 def test_uneven_rows_do_not_hang(bench: Bench) -> None:
-    """F48: 7 usable rows of unequal length, two ranks, batches by tokens: ranks have unequal numbers of rows."""
+    """7 usable rows of unequal length, two ranks, batches by tokens: ranks have unequal numbers of rows."""
     done = bench.done["uneven"]
     assert done.code == 0, done.err
     assert len(bench.losses("uneven")) == 7, "14 rows in two epochs, 2 a step"
@@ -269,7 +268,6 @@ def test_uneven_rows_do_not_hang(bench: Bench) -> None:
 
 @pytest.mark.parametrize("number", range(len(MISTAKES)))
 def test_mistakes_end_early_with_a_message_and_leave_nothing(bench: Bench, number: int) -> None:
-    """F46."""
     done, message = bench.done[f"mistake{number}"], MISTAKES[number][1]
     assert done.code in (1, 2), done.err
     assert message in done.err and "Traceback" not in done.err, done.err

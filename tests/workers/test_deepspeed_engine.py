@@ -95,7 +95,7 @@ def largest_difference(got: list[list[float]], expected: list[list[float]]) -> f
     ],
 )
 def test_same_losses_and_norms_as_a_plain_loop(results: dict[str, Any], variant: str) -> None:
-    """F06: ranks, uneven and empty micro-batches and the ZeRO stage change nothing."""
+    """Ranks, uneven and empty micro-batches and the ZeRO stage change nothing."""
     assert largest_difference(results[f"steps {variant}"], results["plain"]) < 1e-6
 
 
@@ -122,7 +122,6 @@ def test_norms_and_activations_of_partitioned_models_are_fused(results: dict[str
 
 
 def test_value_head_is_initialised_and_saved_under_zero3(results: dict[str, Any]) -> None:
-    """F54."""
     assert results["zero3_init head"]["equal"] and results["zero3_init head"]["std"] > 0.05
     assert results["reward reload"] < 1e-5
 
@@ -174,7 +173,6 @@ def test_flags_of_the_new_run_hold_after_a_resume(results: dict[str, Any]) -> No
     "setup", ["zero0 fp32", "zero1 fp32", "zero2 fp32", "zero3 fp32", "zero0 bf16", "zero2 bf16", "zero3 bf16"]
 )
 def test_nan_stops_all_ranks_before_the_weights_change(results: dict[str, Any], setup: str) -> None:
-    """F41."""
     assert "step 2" in results[f"nan loss {setup}"] and "loss is NaN" in results[f"nan loss {setup}"]
     assert "step 2" in results[f"nan gradient {setup}"] and "gradient norm" in results[f"nan gradient {setup}"]
     assert results[f"weights after nan {setup}"]
@@ -191,7 +189,6 @@ def test_weights_leave_the_engine_whole(results: dict[str, Any], stage: int) -> 
 
 
 def test_adapter_is_saved_whole_under_zero3(results: dict[str, Any]) -> None:
-    """F54."""
     assert results["adapter"]
 
 

@@ -23,7 +23,6 @@ def rates(spec: SchedulerSpec, lr: float = 1.0, steps: int | None = None) -> lis
 
 @pytest.mark.parametrize("total", [1, 2, 27, 60])
 def test_cosine_reaches_its_minimum_at_the_last_step_and_never_rises_after_the_warm_up(total: int) -> None:
-    """F15."""
     seen = rates(SchedulerSpec("cosine_with_min_lr", total, warmup_ratio=0.1, min_lr_ratio=0.1))
     assert len(seen) == total and all(rate > 0 for rate in seen)
     peak = seen.index(max(seen))
