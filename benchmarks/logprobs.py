@@ -120,7 +120,8 @@ def packing_case(way: str, repeats: int) -> dict[str, float]:
     device = "cuda" if on_gpu() else "cpu"
     model.to(device).train()
     generator = torch.Generator().manual_seed(0)
-    sequences = [torch.randint(3, 250, (length,), generator=generator) for length in SKEWED]
+    vocabulary = model.config.vocab_size
+    sequences = [torch.randint(3, vocabulary, (length,), generator=generator) for length in SKEWED]
     if way == "packed":
         batches = plan_micro_batches(list(SKEWED), 1, max_tokens=cap).ranks[0]
     else:
