@@ -40,7 +40,7 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
     """A string as one message of ``role``; a list of messages as it is.
 
     Raises:
-        DataError: neither, or a message without role or content.
+        DataError: neither, or a message without role, or without content and tool calls.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -48,10 +48,13 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
         raise DataError(f"{where}: expected a text or a list of messages, got {type(value).__name__}")
     messages = []
     for position, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or message.get("content") is None:
+        known = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not known or (message.get("content") is None and not message.get("tool_calls")):
             raise DataError(f"{where}: message {position} needs the keys role and content, got {message!r}")
-        # columns of structs come with None for keys that other rows have
-        messages.append({key: item for key, item in message.items() if item is not None})
+        # columns of structs come with None for keys that other rows have; an answer of tool calls alone has no content
+        own = {key: item for key, item in message.items() if item is not None}
+        own.setdefault("content", None)
+        messages.append(own)
     return messages
 
 

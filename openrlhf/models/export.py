@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,14 +78,24 @@ def _merged(base: nn.Module) -> Iterator[ExportedWeight]:
             yield _plain(name, parameter)
 
 
+def _add_delta(merged: Tensor, layer: Any, adapter: str) -> None:
+    """Add an adapter's ``alpha / r * B A`` to a float32 weight; peft would round it to the adapter's format first."""
+    if adapter not in layer.lora_A or not isinstance(layer.lora_A[adapter], nn.Linear):  # embeddings and the like
+        merged += layer.get_delta_weight(adapter)
+        return
+    up, down = layer.lora_B[adapter].weight.float(), layer.lora_A[adapter].weight.float()
+    factors = (down.T, up.T) if layer.fan_in_fan_out else (up, down)
+    merged.addmm_(*factors, alpha=layer.scaling[adapter])
+
+
 def _merged_weight(name: str, layer: nn.Module, weight: nn.Parameter) -> ExportedWeight:
     adapters = tuple(p for n, p in layer.named_parameters() if "lora_" in n)
 
     def build() -> Tensor:
         with torch.no_grad():
-            merged = weight.detach().clone()
+            merged = weight.detach().to(torch.float32, copy=True)  # rounded once, at the end
             for adapter in layer.active_adapters:  # type: ignore[union-attr]
-                merged += layer.get_delta_weight(adapter).to(merged.dtype)  # type: ignore[operator]
-        return merged
+                _add_delta(merged, layer, adapter)
+        return merged.to(weight.dtype)
 
     return ExportedWeight(name, full_shape(weight), weight.dtype, (weight, *adapters), build)

@@ -54,7 +54,7 @@ def test_every_plan_keeps_its_promises(
 
 def test_token_cap_is_never_exceeded() -> None:
     plan = plan_micro_batches([6, 6, 6, 5], 1, max_tokens=10)
-    assert plan.num_micro_batches == 4
+    assert plan.num_micro_batches == 4 and members(plan) == [0, 1, 2, 3]
     two = plan_micro_batches([6, 6, 6, 5], 2, max_tokens=11)
     assert two.num_micro_batches == 2  # {6}, {6}, {6, 5} and an empty one, or {6}, {6}, {6}, {5}
     assert members(two) == [0, 1, 2, 3]
@@ -166,6 +166,15 @@ def test_equal_groups_fill_steps_exactly() -> None:
     assert split_optimizer_steps([0, 0, 0, 1, 1, 2], 4) == [[0, 1, 2], [3, 4, 5]]
     # interleaved arrival
     assert split_optimizer_steps([7, 5, 7, 5], 2) == [[0, 2], [1, 3]]
+
+
+def test_ranks_with_unequal_shares_take_part_in_equally_many_steps() -> None:
+    """8 samples in groups of 5 and 3, steps of 4, one sample a micro-batch, 2 ranks."""
+    steps = split_optimizer_steps([0] * 5 + [1] * 3, 4)
+    assert [len(step) for step in steps] == [4, 4]
+    for step in steps:
+        plan = plan_micro_batches([3] * len(step), 2, micro_batch_size=1)
+        assert [len(rank) for rank in plan.ranks] == [2, 2] and members(plan) == [0, 1, 2, 3]
 
 
 def test_step_size_must_be_positive() -> None:

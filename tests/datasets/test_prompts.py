@@ -58,6 +58,15 @@ def test_long_prompts_lose_their_beginning_or_are_dropped(tmp_path: Path) -> Non
         prompts(tmp_path, rows, max_tokens=1, prompt_overlong="drop")
 
 
+def test_labels_stay_with_their_prompts_when_one_between_them_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input": "x" * length, "gt": length} for length in (5, 30, 16)]
+    kept = prompts(tmp_path, rows, max_tokens=16, label_key="gt", prompt_overlong="drop")
+    assert [(p.prompt_id, len(p.token_ids), p.label) for p in kept] == [(0, 5, 5), (2, 16, 16)]
+    assert "0 prompts cut to 16 tokens, 1 left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("rows", "changes", "text"),
     [

@@ -41,7 +41,7 @@ def learnt(row: Tokenized, tokenizer: Any) -> str:
     return tokenizer.decode([t for t, m in zip(row.token_ids, row.loss_mask, strict=True) if m])
 
 
-def message(role: str, content: str) -> dict[str, str]:
+def message(role: str, content: str | None) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
@@ -140,6 +140,30 @@ def test_multiturn_row_with_a_long_last_prompt_keeps_its_first_answer() -> None:
     assert not row.dropped and learnt(row, tokenizer) == "defg<eos>" and len(row.token_ids) == 25
 
 
+TOOLS_TEMPLATE = (
+    "{% for m in messages %}{% set before = messages[loop.index0 - 1]['role'] if loop.index0 else '' %}"
+    "{% if m['role'] != 'tool' %}{{ '[' + m['role'] + ']' }}{% elif before != 'tool' %}{{ '[user]' }}{% endif %}"
+    "{% if m['content'] is not none %}{{ m['content'] }}{% endif %}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<' + call['name'] + '>' }}{% endfor %}"
+    "{% if m['role'] != 'tool' or loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", [None, "", "wait"])
+def test_results_of_tools_are_rendered_as_one_conversation(content: str | None) -> None:
+    """The template puts consecutive results into one turn of the user; an answer of calls alone has no content."""
+    tokenizer = letters(TOOLS_TEMPLATE, eos="<eos>")
+    calls = {"role": ASSISTANT, "content": content, "tool_calls": [{"name": "f"}, {"name": "g"}]}
+    talk = [message(USER, "q"), calls, message("tool", "1"), message("tool", "2"), message(ASSISTANT, "3")]
+    how = style(apply_chat_template=True, output_key=None, multiturn=True)
+    row = tokenize_sft_row({"input": talk}, 0, how, tokenizer)
+    text = tokenizer.apply_chat_template(talk, tokenize=False)
+    assert row.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert text == f"[user]q<eos>[assistant]{content or ''}<f><g><eos>[user]12<eos>[assistant]3<eos>"
+    assert learnt(row, tokenizer) == f"{content or ''}<f><g><eos>3<eos>"
+
+
 def test_slow_tokenizer_gives_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
     how = style(apply_chat_template=True, output_key=None, multiturn=True)
@@ -192,6 +216,7 @@ def test_rows_without_anything_to_learn_are_dropped_with_the_reason(
         ({"input": "a", "output": None}, {}, "row 7: column 'output' is null"),
         ({"input": ["a"], "output": "b"}, {}, "row 7: column 'input' is a list.*--apply_chat_template"),
         ({"input": [{"content": "a"}], "output": "b"}, {"apply_chat_template": True}, "row 7: message 0 needs"),
+        ({"input": [message(USER, None)], "output": "b"}, {"apply_chat_template": True}, "row 7: message 0 needs"),
         ({"input": 5, "output": "b"}, {"apply_chat_template": True}, "row 7: expected a text or a list"),
         (
             {"input": [message(ASSISTANT, "x"), message(USER, "a")]},

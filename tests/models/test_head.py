@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,6 +62,18 @@ def test_values_and_gradients_equal_the_dense_path(
     for mine, theirs in zip(got, exact, strict=True):
         assert mine is not None and theirs.grad is not None
         torch.testing.assert_close(mine.double(), theirs.grad, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1.0, 0.3653), (2.0, 0.5822)])
+def test_entropy_is_that_of_the_policy_that_sampled(temperature: float, expected: float) -> None:
+    """Logits 2 and 0 of two tokens: the temperature makes them 1 and 0."""
+    head = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(2))
+    hidden, targets = torch.tensor([[2.0, 0.0]]), torch.tensor([0])
+    logprobs, entropy = head_logprobs(head, hidden, targets, temperature, True, HeadScaling())
+    assert entropy is not None and entropy.item() == pytest.approx(expected, abs=5e-5)
+    assert logprobs.item() == pytest.approx(-math.log1p(math.exp(-2.0 / temperature)))
 
 
 def test_entropy_is_not_computed_unless_asked_for() -> None:

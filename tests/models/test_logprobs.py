@@ -9,6 +9,7 @@ import torch
 from model_cases import LENGTHS, options, packed, reference_logprobs, sequences
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from openrlhf.algorithms.policy_loss import PolicyLossInputs, PolicyLossSettings, policy_loss
 from openrlhf.batching import pack
 from openrlhf.models import PolicyModel, RewardModel, ValueModel, load_causal_lm, load_sequence_regression
 from openrlhf.models.attention import PackingError
@@ -124,6 +125,11 @@ def test_ratio_is_one_with_dropout_in_the_config(tmp_path: Path) -> None:
         together = policy(packed(items)).logprobs
         apart = torch.cat([policy(packed([ids])).logprobs for ids in items])
     assert float(((together - apart).exp() - 1).abs().max()) < 1e-5
+    batch = packed(items)
+    mask = torch.ones(batch.num_tokens, dtype=torch.bool)
+    inputs = PolicyLossInputs(together, apart, torch.ones(batch.num_tokens), mask, batch.cu_seqlens)
+    metrics = policy_loss("ppo", inputs, PolicyLossSettings()).metrics
+    assert float(metrics["ppo_clip_ratio"].sum()) == 0 and float(metrics["ppo_kl"].mean().abs()) < 1e-6
 
 
 @pytest.mark.parametrize("packing", [True, False])

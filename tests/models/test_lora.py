@@ -64,6 +64,29 @@ def test_exported_weights_are_merged_and_named_as_the_base_model(folder: str, tm
     assert float((base - expected).abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_merged_weights_are_rounded_once_and_the_base_never_changes(folder: str, adapters: torch.dtype) -> None:
+    """``bf16(W + 2 B A)``, where alpha is twice the rank, whichever number format the adapters have."""
+    model = load_causal_lm(folder, options(lora_rank=2, lora_alpha=4, param_dtype="bf16"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randint(-9, 10, parameter.shape, generator=generator).to(adapters) / 8
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    layer = "model.layers.0.self_attn.q_proj"
+    matrix = {
+        part: next(p.float() for n, p in before.items() if layer in n and part in n)
+        for part in ("base_layer.weight", "lora_A", "lora_B")
+    }
+    expected = (matrix["base_layer.weight"] + 2 * (matrix["lora_B"] @ matrix["lora_A"])).bfloat16()
+    for _ in range(50):
+        exported = {weight.name: weight for weight in exported_weights(model)}
+        assert not any("lora_" in name or "base_layer" in name for name in exported)
+        assert torch.equal(exported[f"{layer}.weight"].build(), expected)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
 def test_saved_adapter_loads_with_stock_peft(folder: str, tmp_path: Path) -> None:
     model = with_adapters(folder)
     adapters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}

@@ -208,6 +208,42 @@ def test_groups_that_are_too_old_are_dropped_counted_and_generated_again() -> No
     assert max(run.ages) <= 1 and run.stale >= 2
 
 
+def test_a_checkpoint_loses_nothing_of_what_was_generated_and_not_trained_on() -> None:
+    """Prompts 0 to 9, 6 started, 0 and 1 trained on; 2 waits and 3, 4, 5 run when the checkpoint is made."""
+    stream, buffer = PromptStream(rows(10), 0, 1), RolloutBuffer()
+    queue = RolloutQueue(stream, buffer, None, QueueLimits(2, 4, 6))
+    queue.weights_changed(0)
+    started = start(queue)
+    assert [item.group_id for item in started] == [0, 1, 2, 3, 4, 5]
+    for item in started[:3]:
+        queue.finished(group(item, 0))
+    assert [g.item.group_id for g in queue.take().groups] == [0, 1]
+    again, kept = PromptStream(rows(10), 0, 1), RolloutBuffer()
+    again.load_state_dict(stream.state_dict(item.group_id for item in queue.in_flight))
+    kept.load_state_dict(buffer.state_dict())
+    run = Run(again, QueueLimits(2, 4, 6), True, random.Random(0), buffer=kept, first_version=1)
+    while run.step():
+        pass
+    assert sorted(g for step in run.steps for g in step) == list(range(2, 10))
+
+
+def test_a_stale_group_does_not_hold_back_the_position_in_the_data() -> None:
+    """Groups 0 to 9, of which 3 was sampled by weights that are too old."""
+    stream, buffer = PromptStream(rows(10), 0, 1), RolloutBuffer()
+    for item in stream.take(10):
+        buffer.put(group(item, 3 if item.group_id == 3 else 4))
+    queue = RolloutQueue(stream, buffer, None, QueueLimits(9, 1, 10))
+    queue.weights_changed(5)
+    state = stream.state_dict(item.group_id for item in queue.in_flight)
+    assert (state["consumed"], state["returned"]) == (10, [3])
+    (item,) = start(queue)
+    queue.finished(group(item, 5))
+    taken = queue.take()
+    assert taken.stale == taken.metrics()["rollout/stale_groups"] == 1
+    assert [g.item.group_id for g in taken.groups] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert [g.item.group_id for g in queue.take().groups] == [3]
+
+
 def test_a_group_beyond_the_bound_is_never_trained_on() -> None:
     queue = RolloutQueue(PromptStream(rows(2), 0, 1), RolloutBuffer(), None, QueueLimits(1, 1, 1))
     queue.weights_changed(4)

@@ -42,6 +42,7 @@ def test_without_old_log_probs_the_loss_is_the_policy_gradient() -> None:
     (gradient,) = torch.autograd.grad(result.loss, values)
     assert torch.allclose(gradient, torch.where(MASK, -advantages / 8, 0.0))
     assert result.metrics.values()["ppo_clip_ratio"] == 0.0
+    assert "kl" not in result.metrics.values()  # no reference model: not measured, and no NaN
     # The parts of a step add up to a weight of one: this batch has 4 of its 8 action tokens.
     assert float(result.metrics["policy_loss"].weight) == 0.5
 
