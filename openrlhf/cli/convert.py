@@ -1,7 +1,8 @@
-"""``python -m openrlhf.cli.convert zero2hf|universal``: training checkpoints in other formats."""
+"""``python -m openrlhf.cli.convert zero2hf|universal|hf2resume``: training checkpoints in other formats."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and "=" not in words[0]:
         words.insert(0, "--task")
     cfg = parse_cli("convert", words)
+    if cfg.task == "hf2resume":  # also where there is a GPU, which may be too small for a whole training
+        os.environ.setdefault("OPENRLHF_DEVICE", "cpu")
     from openrlhf import platform
 
     platform.prepare_process()
@@ -25,10 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from openrlhf.tools.convert import convert
     from openrlhf.tools.errors import ToolError
     from openrlhf.workers.checkpoint_files import CheckpointError
+    from openrlhf.workers.distributed import DistributedError
 
     try:
         print(convert(cfg))
-    except (CheckpointError, ModelLoadError, ToolError, OSError) as error:
+    except (CheckpointError, DistributedError, ModelLoadError, ToolError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -180,23 +180,26 @@ class LoraCombinerConfig(PrecisionOptions):
 
 @dataclass(kw_only=True)
 class ConvertConfig(PrecisionOptions, ValueHeadOptions):
-    """convert: a training checkpoint into another format."""
+    """convert: a training checkpoint into another format, or from a Hugging Face folder."""
 
     title: ClassVar[str] = "Conversion"
 
     task: str | None = flag(
         None,
-        "what to make: zero2hf is a Hugging Face folder, universal a checkpoint that resumes on any number of ranks; "
-        "also the first word after the command",
-        choices=("zero2hf", "universal"),
+        "what to make: zero2hf is a Hugging Face folder, universal a checkpoint that resumes on any number of ranks, "
+        "hf2resume the same of a Hugging Face folder; also the first word after the command",
+        choices=("zero2hf", "universal", "hf2resume"),
         since="new",
     )
     ckpt_path: str | None = flag(None, "folder of checkpoints (in PPO its sub-folder _actor or _critic)", "ckpt.path")
     tag: str | None = flag(None, "checkpoint to convert, such as global_step100; the newest if not given", since="new")
     pretrain: str | None = redefault(ModelOptions, "pretrain", None)
     output_path: str | None = flag(None, "folder for the Hugging Face model and its tokenizer (zero2hf)", "output_path")
-    is_rm: bool = flag(False, "the checkpoint is of a reward model or a critic (zero2hf)", "is_rm")
-    convert_workers: int = flag(1, "processes that convert (universal)", since="new")
+    is_rm: bool = flag(False, "it is a reward model, or for zero2hf a critic", "is_rm")
+    convert_workers: int = flag(1, "processes that convert (universal, hf2resume)", since="new")
+    zero_stage: int = flag(2, "ZeRO stage of the training that will resume (hf2resume)", "ds.zero_stage")
+    resume_step: int = flag(0, "optimizer steps that count as done: place in the schedule (hf2resume)", since="new")
+    consumed_samples: int = flag(0, "rows of the data that count as taken (hf2resume)", since="new")
     verify: bool = redefault(LoraCombinerConfig, "verify", False)
 
 
@@ -367,7 +370,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "convert": Command(
         ConvertConfig,
-        "Convert a training checkpoint into a Hugging Face folder, or for another number of ranks.",
+        "Convert training checkpoints to Hugging Face folders and back, or for another number of ranks.",
         "--task zero2hf --ckpt_path ./ckpt/checkpoints_sft --pretrain ./model --output_path ./hf --verify",
     ),
     "batch_inference": Command(

@@ -90,7 +90,8 @@ LIMITS: dict[str, Limit] = {
         (
             "l2 critic_l2 max_norm critic_max_norm aux_loss_coef lora_rank dataloader_num_workers "
             "init_kl_coef nll_loss_coef desirable_loss_weight undesirable_loss_weight "
-            "eval_temperature overlong_penalty_factor max_images_per_prompt seed iter"
+            "eval_temperature overlong_penalty_factor max_images_per_prompt seed iter "
+            "resume_step consumed_samples"
         ).split(),
         NOT_NEGATIVE,
     ),

@@ -88,8 +88,10 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
         needed["lora_path"] = "the folder of the adapter"
         needed["output_path"] = "a folder for the result"
     if isinstance(cfg, ConvertConfig):
-        needed["task"] = "zero2hf or universal"
+        needed["task"] = "zero2hf, universal or hf2resume"
         needed["ckpt_path"] = "the folder of the checkpoints"
+        if cfg.task == "hf2resume":
+            needed["pretrain"] = "the Hugging Face folder that has the weights"
         if cfg.task == "zero2hf":
             needed["pretrain"] = "the model that the run started from: it has the configuration and the tokenizer"
             needed["output_path"] = "a folder for the result"
@@ -107,7 +109,13 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
 
 
 def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
-    if cfg.ckpt_path and not Path(cfg.ckpt_path).expanduser().is_dir():
+    if cfg.task == "hf2resume":
+        if cfg.zero_stage == 0 and cfg.param_dtype == "fp32":
+            problem = "0 with fp32 keeps no optimizer files, so no checkpoint can be made for any number of ranks"
+            yield Violation("zero_stage", problem, "use 1, 2 or 3, also in the training")
+        if cfg.param_dtype == "fp16":
+            yield Violation("param_dtype", "hf2resume works on the CPU, which does not train in fp16", "use bf16")
+    elif cfg.ckpt_path and not Path(cfg.ckpt_path).expanduser().is_dir():
         yield Violation("ckpt_path", f"there is no folder {cfg.ckpt_path} here ({os.getcwd()})", "check the path")
 
 

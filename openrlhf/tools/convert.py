@@ -1,4 +1,4 @@
-"""Training checkpoints in other formats (``convert``): a Hugging Face folder, or for any number of ranks."""
+"""Training checkpoints as Hugging Face folders or for any number of ranks, and made of such folders (``convert``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,33 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config import ConvertConfig
-from openrlhf.models.loading import load_tokenizer, torch_dtype, write_hf_folder
+from openrlhf.models.loading import (
+    load_causal_lm,
+    load_sequence_regression,
+    load_tokenizer,
+    torch_dtype,
+    write_hf_folder,
+)
+from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import LoadSettings, load_for_inference
+from openrlhf.tools.loading import EngineSettings, LoadSettings, load_for_inference, require_head
 from openrlhf.tools.lora import named_state
 from openrlhf.tools.output import check_output, mark
 from openrlhf.tools.verify import answers, require_same
 from openrlhf.utils.files import publish_folder, temporary_folder, write_atomic
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.checkpoint_files import LATEST_UNIVERSAL, META, checkpoint_tags, latest_tag, read_meta
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.distributed import init_distributed
+from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
 
 logger = get_logger(__name__)
 
 COMMAND = "convert"
 _WRAPPER = "model."  # the trained module holds the transformers model under this name
 _UNIVERSAL_SUFFIX = "_uni"
+_PPO_PARTS = ("_actor", "_critic")
+_HOW_TO_RESUME = "; resume on any number of ranks with --load_checkpoint --use_ds_universal_ckpt"
 
 
 def convert(cfg: ConvertConfig) -> str:
@@ -39,6 +51,8 @@ def convert(cfg: ConvertConfig) -> str:
         ToolError: the checkpoint can't be converted, or the result differs from it; nothing is written then.
         ModelLoadError, CheckpointError: the model or the checkpoint can't be read.
     """
+    if cfg.task == "hf2resume":
+        return _from_hf(cfg)
     root, tag = find_checkpoint(str(cfg.ckpt_path), cfg.tag)
     return _to_universal(root, tag, cfg) if cfg.task == "universal" else _to_hf(root, tag, cfg)
 
@@ -55,7 +69,7 @@ def find_checkpoint(ckpt_path: str, tag: str | None) -> tuple[Path, str]:
         root, tag = root.parent, root.name
     tag = tag or latest_tag(root)
     if tag is None:
-        parts = [name for name in ("_actor", "_critic") if (root / name).is_dir()]
+        parts = [name for name in _PPO_PARTS if (root / name).is_dir()]
         if parts:
             raise ToolError(f"{ckpt_path} is of a PPO run; give {' or '.join(str(root / part) for part in parts)}")
         raise ToolError(
@@ -173,11 +187,11 @@ def _to_universal(root: Path, tag: str, cfg: ConvertConfig) -> str:
         _run_deepspeed(root / tag, made, cfg.convert_workers)
         told = f"wrote {root / name}"
         if cfg.verify:
-            told += "; " + _compare_universal(root, tag, made)
+            told += "; " + _compare_universal(checkpoint_weights(root, tag), made)
         shutil.rmtree(root / name, ignore_errors=True)
         os.replace(made, root / name)
     write_atomic(root / LATEST_UNIVERSAL, name)
-    return told + "; resume on any number of ranks with --load_checkpoint --use_ds_universal_ckpt"
+    return told + _HOW_TO_RESUME
 
 
 def _run_deepspeed(source: Path, target: Path, workers: int) -> None:
@@ -202,14 +216,17 @@ def _run_deepspeed(source: Path, target: Path, workers: int) -> None:
         raise ToolError(f"DeepSpeed can't convert {source}: {type(error).__name__}: {error}\n{last}") from error
 
 
-def _compare_universal(root: Path, tag: str, made: Path) -> str:
-    """Compare the float32 weights of both formats.
+def _compare_universal(weights: Iterable[tuple[str, Tensor]], made: Path, expected: int | None = None) -> str:
+    """Compare float32 weights with those of a universal checkpoint.
+
+    Args:
+        expected: how many there have to be; None = the weights come also under second names, which are left out.
 
     Raises:
-        ToolError: they differ.
+        ToolError: they differ, or some are not there.
     """
     worst, count = 0.0, 0
-    for name, tensor in checkpoint_weights(root, tag):
+    for name, tensor in weights:
         file = made / "zero" / (_WRAPPER + name) / "fp32.pt"
         if not file.is_file():
             continue  # the second name of a tied weight
@@ -217,6 +234,89 @@ def _compare_universal(root: Path, tag: str, made: Path) -> str:
         other = content["param"] if isinstance(content, dict) else content
         worst = max(worst, float((tensor.flatten() - other.detach().float().flatten()).abs().max()))
         count += 1
-    if worst > 0 or count == 0:
-        raise ToolError(f"{count} weights compared, and they differ by up to {worst:.3g}; nothing was written")
+    if worst > 0 or count == 0 or count != (expected or count):
+        total = f" of {expected}" if expected else ""
+        raise ToolError(f"{count}{total} weights compared, and they differ by up to {worst:.3g}; nothing was written")
     return f"largest difference of {count} weights: 0"
+
+
+# ------------------------------------------------------------------------------------------------- from Hugging Face
+
+
+def _from_hf(cfg: ConvertConfig) -> str:
+    """Write ``global_step<N>_uni`` with the weights of a Hugging Face folder, and point ``latest_universal`` at it."""
+    assert cfg.pretrain
+    tag = f"global_step{cfg.resume_step}"
+    name = f"{tag}{_UNIVERSAL_SUFFIX}"
+    root = Path(str(cfg.ckpt_path)).expanduser().absolute()
+    _check_target(root, name)
+    if init_distributed().size > 1:
+        raise ToolError("hf2resume works in one process, for any number of ranks: start it without a launcher")
+    engine = _fresh_engine(cfg)
+    with temporary_folder(root / name) as scratch:
+        engine.save_checkpoint(scratch, tag, {"consumed_samples": cfg.consumed_samples})
+        del engine
+        made = scratch / name
+        made.mkdir()
+        _run_deepspeed(scratch / tag, made, cfg.convert_workers)
+        told = (
+            f"wrote {root / name}: weights of {cfg.pretrain}, a new optimizer, step {cfg.resume_step}, "
+            f"{cfg.consumed_samples} samples consumed"
+        )
+        if cfg.verify:
+            settings = LoadSettings(param_dtype=cfg.param_dtype)
+            source = load_for_inference(cfg.pretrain, settings, is_rm=cfg.is_rm, head_prefix=cfg.value_head_prefix)
+            weights = ((key, parameter.detach().float()) for key, parameter in source.named_parameters())
+            told += "; " + _compare_universal(weights, made, sum(1 for _ in source.parameters()))
+        os.replace(made, root / name)
+    write_atomic(root / LATEST_UNIVERSAL, name)
+    return told + _HOW_TO_RESUME
+
+
+def _check_target(root: Path, name: str) -> None:
+    """Refuse folders in which the new checkpoint would take the place of another.
+
+    Raises:
+        ToolError: tells what is there.
+    """
+    if root.name in _PPO_PARTS:
+        raise ToolError(
+            f"{root} is of a PPO run, which resumes only with the state of its prompts and rollouts, and a Hugging "
+            "Face folder does not have it; start train_ppo_ray with --pretrain"
+        )
+    there = latest_tag(root, LATEST_UNIVERSAL) or (name if (root / name).exists() else None)
+    if there is not None:
+        raise ToolError(
+            f"{root} has the checkpoint {there} in universal format already; choose another --ckpt_path, or remove "
+            f"{there} and {LATEST_UNIVERSAL}"
+        )
+
+
+def _fresh_engine(cfg: ConvertConfig) -> TrainEngine:
+    """The engine of a run that starts from ``--pretrain``, after ``--resume_step`` steps that changed nothing."""
+    assert cfg.pretrain
+    # one rank would run ZeRO-3 as ZeRO-2 if it were not for a universal checkpoint
+    settings = EngineSettings(
+        param_dtype=cfg.param_dtype, zero_stage=cfg.zero_stage, packing_samples=False, use_ds_universal_ckpt=True
+    )
+    module: nn.Module
+    if cfg.is_rm:
+        require_head(cfg.pretrain, cfg.value_head_prefix)
+        model = load_sequence_regression(cfg.pretrain, settings, head_prefix=cfg.value_head_prefix)
+        module = RewardModel(model, packing=False)
+    else:
+        module = PolicyModel(load_causal_lm(cfg.pretrain, settings), packing=False)
+    # rates and decay are those of the flags of the run that resumes
+    engine = TrainEngine(module, settings, OptimizerSpec(1e-6), SchedulerSpec("constant", 1))
+    engine.step_count = cfg.resume_step
+    inner: Any = engine._engine
+    inner.global_steps = cfg.resume_step
+    inner.lr_scheduler.last_epoch = cfg.resume_step
+    inner.lr_scheduler._step_count = cfg.resume_step + 1
+    # AdamW makes its state in the first step; without it there would be nothing to convert
+    zero = inner.optimizer
+    stage3 = hasattr(zero, "fp32_partitioned_groups_flat")
+    for part in zero.fp32_partitioned_groups_flat if stage3 else zero.single_partition_of_fp32_groups:
+        moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+        zero.optimizer.state[part] = {"step": torch.tensor(0.0), **moments}
+    return engine

@@ -35,6 +35,19 @@ class LoadSettings:
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
 
 
+@dataclass
+class EngineSettings(LoadSettings):
+    """Besides, the flags of a training engine."""
+
+    packing_samples: bool = True
+    adam_offload: bool = False
+    zpg: int = 1
+    overlap_comm: bool = False
+    grad_accum_dtype: str | None = None
+    max_norm: float = 1.0
+    use_ds_universal_ckpt: bool = False
+
+
 def load_for_inference(path: str, settings: LoadSettings, *, is_rm: bool, head_prefix: str = DEFAULT_HEAD) -> nn.Module:
     """A causal language model, or with ``is_rm`` a transformer with a scalar head, without gradients.
 

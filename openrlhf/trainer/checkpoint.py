@@ -49,7 +49,9 @@ class Checkpoints:
             logger.warning("--load_checkpoint: there is no checkpoint in %s, starting from the beginning", self.root)
             return None
         state = self._engine.load_checkpoint(self.root, tag)
-        self._order.load_state_dict(state["order"])
+        # `convert hf2resume` knows the number of samples, but not the data
+        order = state.get("order") or {**self._order.state_dict(), "consumed": state["consumed_samples"]}
+        self._order.load_state_dict(order)
         logger.info("resumed from %s: %d rows consumed", self.root / tag, self._order.consumed)
         return state
 

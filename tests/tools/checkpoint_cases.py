@@ -1,12 +1,11 @@
 """Run by test_convert.py under torchrun: train a little, save checkpoints, resume from them.
 
-``write FOLDER`` saves the cases, with the losses of the next steps; ``resume FOLDER NAME ...`` prints the losses after
-a resume from the universal format. One JSON object on standard output.
+``write FOLDER`` saves the cases, with the losses of the next steps, and resumes from what hf2resume made; ``resume
+FOLDER NAME ...`` prints the losses after a resume from the universal format. One JSON object on standard output.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,24 +19,11 @@ from openrlhf import platform
 from openrlhf.batching import pack
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel, RewardModel
-from openrlhf.tools.loading import LoadSettings
+from openrlhf.tools.loading import EngineSettings
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, all_reduce_sum, init_distributed, shutdown
 
 STEPS = 3
-
-
-@dataclasses.dataclass
-class Options(LoadSettings):
-    """Flags of the engine."""
-
-    packing_samples: bool = True
-    adam_offload: bool = False
-    zpg: int = 1
-    overlap_comm: bool = False
-    grad_accum_dtype: str | None = None
-    max_norm: float = 1.0
-    use_ds_universal_ckpt: bool = False
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -51,9 +37,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def build(folder: Path, name: str, **changes: Any) -> TrainEngine:
     """The engine of a case."""
-    case = dict(CASES[name])
+    case = {**CASES[name], **changes}
     model = case.pop("model", "plain")
-    options = Options(**case, **changes)
+    options = EngineSettings(**case)
     wrapped: nn.Module
     if model == "rm":
         loaded = load_sequence_regression(str(folder / "plain"), options, head_prefix="value_head", init_head=True)
@@ -93,6 +79,11 @@ def main(mode: str, folder: Path, names: list[str]) -> dict[str, Any]:
             state = engine.load_checkpoint(root)
             assert state == {"consumed_samples": 4 * STEPS} and engine.step_count == STEPS
         losses[name] = [step(engine, world, seed) for seed in range(STEPS, 2 * STEPS)]
+    if mode == "write":
+        resumed = build(folder, "zero3_bf16", model="other", use_ds_universal_ckpt=True)
+        assert resumed.load_checkpoint(folder / "from_hf") == {"consumed_samples": 0} and resumed.step_count == 0
+        for name, engine in (("from_hf", resumed), ("started", build(folder, "zero3_bf16"))):
+            losses[name] = [step(engine, world, seed) for seed in range(STEPS)]
     if world.is_first:
         print("RESULT" + json.dumps(losses), flush=True)
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks as Hugging Face folders, and resumed on one rank."""
+"""Checkpoints of two ranks as Hugging Face folders and resumed on one rank, and of Hugging Face folders resumed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ import pytest
 import torch
 from checkpoint_cases import CASES
 from safetensors.torch import load_file
-from tool_helpers import commands, contents, page
+from tool_helpers import commands, contents, make_reward_model, page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.cli import train_sft
 from openrlhf.cli.convert import main
+from openrlhf.trainer import supervised
+from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
+from openrlhf.workers.distributed import init_distributed, shutdown
 
 pytestmark = pytest.mark.e2e
 
@@ -38,10 +43,27 @@ def run_ranks(ranks: int, mode: str, folder: Path, *names: str) -> dict[str, lis
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_rank() -> Iterator[None]:
+    """A process group for all that hf2resume and train_sft do in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+        for name, value in {**places, **address, "OPENRLHF_DEVICE": "cpu"}.items():
+            patch.setenv(name, value)
+        patch.setattr(supervised, "shutdown", lambda: None)
+        init_distributed()
+        yield
+        shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, one_rank: None) -> Path:
     folder = tmp_path_factory.mktemp("convert")
     make_tiny_model(folder / "plain")
     make_tiny_model(folder / "tied", tie=True)
+    make_tiny_model(folder / "other", seed=1)
+    from_hf = ["--pretrain", str(folder / "plain"), "--ckpt_path", str(folder / "from_hf"), "--zero_stage", "3"]
+    assert main(["hf2resume", *from_hf]) == 0
     (folder / "losses.json").write_text(json.dumps(run_ranks(2, "write", folder)))
     return folder
 
@@ -89,15 +111,77 @@ def test_universal_checkpoints_resume_on_another_number_of_ranks(folder: Path, c
         assert resumed[name] == pytest.approx(losses[name], rel=2e-6), name
 
 
+class TestHf2Resume:
+    def train(self, folder: Path, root: Path, model: str, *flags: str) -> dict[int, tuple[float, float]]:
+        """Loss and rate of each step of train_sft; the rates are too small to change a weight."""
+        rows = [json.dumps({"input": f"{a}+{b}=", "output": str(a + b)}) for a in range(4) for b in range(3)]
+        (root / "rows.jsonl").write_text("\n".join(rows))
+        words = ["--pretrain", str(folder / model), "--dataset", str(root / "rows.jsonl"), "--output_key", "output"]
+        words += ["--input_template", "{}", "--train_batch_size", "4", "--micro_train_batch_size", "2"]
+        words += ["--max_len", "32", "--learning_rate", "1e-12", "--max_epochs", "1", "--param_dtype", "fp32"]
+        words += ["--save_path", str(root / "model"), "--ckpt_path", str(root / "ckpt"), "--run_dir", str(root / "run")]
+        assert train_sft.main([*words, *flags]) == 0
+        lines = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: (line["gpt_loss"], line["lr"]) for line in lines if line["kind"] == "train"}
+
+    @pytest.mark.parametrize("done", [0, 2])
+    def test_training_goes_on_with_its_weights(self, folder: Path, tmp_path: Path, capsys: Any, done: int) -> None:
+        (tmp_path / "started").mkdir()
+        started = self.train(folder, tmp_path / "started", "plain")
+        assert sorted(started) == [1, 2, 3] and len(set(started.values())) == 3
+        flags = ["--ckpt_path", str(tmp_path / "ckpt"), "--param_dtype", "fp32", "--verify"]
+        flags += ["--resume_step", str(done), "--consumed_samples", str(4 * done)] if done else []
+        assert main(["hf2resume", "--pretrain", str(folder / "plain"), *flags]) == 0
+        assert "weights: 0; resume" in capsys.readouterr().out
+        assert sorted(p.name for p in (tmp_path / "ckpt").iterdir()) == [f"global_step{done}_uni", "latest_universal"]
+        resumed = self.train(folder, tmp_path, "other", "--load_checkpoint", "--use_ds_universal_ckpt")
+        assert resumed == {step: values for step, values in started.items() if step > done}
+
+    def test_two_ranks_with_zero3_train_on_from_it(self, folder: Path) -> None:
+        losses = json.loads((folder / "losses.json").read_text())
+        assert losses["from_hf"] == losses["started"]
+
+    def test_a_reward_model(self, tmp_path: Path, capsys: Any) -> None:
+        model = make_reward_model(tmp_path / "rm", "value_head")
+        flags = ["hf2resume", "--pretrain", model, "--ckpt_path", str(tmp_path / "ckpt"), "--is_rm", "--verify"]
+        assert main(flags) == 0
+        assert "weights: 0; resume" in capsys.readouterr().out
+        head = torch.load(tmp_path / "ckpt/global_step0_uni/zero/model.score.weight/fp32.pt", weights_only=False)
+        stored = load_file(tmp_path / "rm" / "model.safetensors")["value_head.weight"]
+        assert torch.equal(head["param"].flatten(), stored.bfloat16().float().flatten())
+
+    def test_refused(self, folder: Path, tmp_path: Path, capsys: Any) -> None:
+        def refusal(ckpt: Path, *flags: str, model: str = "plain") -> str:
+            assert main(["hf2resume", "--pretrain", str(folder / model), "--ckpt_path", str(ckpt), *flags]) == 1
+            return capsys.readouterr().err
+
+        before = contents(folder / "from_hf")
+        assert "global_step0_uni in universal format already" in refusal(folder / "from_hf", "--resume_step", "5")
+        assert contents(folder / "from_hf") == before
+        assert "start train_ppo_ray with --pretrain" in refusal(tmp_path / "_actor")
+        assert "no weight score.weight" in refusal(tmp_path / "ckpt", "--is_rm")
+        (tmp_path / "empty").mkdir()
+        assert "config.json" in refusal(tmp_path / "ckpt", model=str(tmp_path / "empty"))
+        for flags, word in (
+            (["--zero_stage", "0", "--param_dtype", "fp32"], "use 1, 2 or 3"),
+            (["--param_dtype", "fp16"], "use bf16"),
+        ):
+            with pytest.raises(SystemExit):
+                refusal(tmp_path / "ckpt", *flags)
+            assert word in capsys.readouterr().err
+        assert not (tmp_path / "ckpt").exists() and not (tmp_path / "_actor").exists()
+
+
 def test_the_documented_commands_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder / "zero2" / "global_step3", tmp_path / "ckpt" / "checkpoints_sft" / "global_step3")
     (tmp_path / "ckpt" / "checkpoints_sft" / "latest").write_text("global_step3")
     shutil.copytree(folder / "tied", tmp_path / "base")
     lines = [words[1:] for words in commands(page("tools.md")) if words[0] == "convert"]
-    assert [main(words) for words in lines] == [0, 0]
+    assert [main(words) for words in lines] == [0, 0, 0]
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     assert (tmp_path / "ckpt" / "checkpoints_sft" / "global_step3_uni").is_dir()
+    assert (tmp_path / "ckpt" / "from_hf" / "latest_universal").read_text() == "global_step100_uni"
 
 
 class TestRefused:

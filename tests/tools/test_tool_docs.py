@@ -26,7 +26,7 @@ SERVE = page("serve_rm.md")
 @pytest.mark.parametrize("words", commands(TOOLS) + commands(SERVE), ids=lambda words: " ".join(words[:3]))
 def test_commands_parse(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("base", "adapter", "rm", "sft", "ckpt/checkpoints_sft"):
+    for folder in ("base", "adapter", "rm", "sft", "hf", "ckpt/checkpoints_sft"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("prompts.jsonl", "responses.jsonl", "reward.py"):
         (tmp_path / file).touch()
@@ -42,6 +42,7 @@ def test_there_are_commands_for_every_tool() -> None:
         "lora_combiner",
         "convert zero2hf",
         "convert universal",
+        "convert hf2resume",
         "batch_inference",
         "reward test",
         "serve_rm",
