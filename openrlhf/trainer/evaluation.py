@@ -8,10 +8,11 @@ from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.engines.pool import EnginePool
 from openrlhf.rollout.dump import RolloutDumpWriter
-from openrlhf.rollout.episodes import EpisodeFailure, PromptItem
+from openrlhf.rollout.episodes import EpisodeFailure
 from openrlhf.rollout.metrics import eval_metrics
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
+from openrlhf.trainer.prompt_stream import prompt_item
 from openrlhf.trainer.sampling import eval_sampling
 
 EVAL_EPOCH = 1_000_000_007
@@ -41,18 +42,7 @@ class Evaluator:
         self._dump = dump
         self._engines = engines
         self._console = console
-        self._items = [
-            PromptItem(
-                prompt_id=row.prompt_id,
-                group_id=index,
-                text=row.text,
-                token_ids=row.token_ids,
-                label=row.label,
-                metadata={"datasource": row.datasource, **row.metadata},
-                epoch=EVAL_EPOCH,
-            )
-            for index, row in enumerate(rows)
-        ]
+        self._items = [prompt_item(row, index, EVAL_EPOCH) for index, row in enumerate(rows)]
 
     def run(self, step: int) -> dict[str, float]:
         """Metrics by the names ``eval_<datasource>_pass<n>`` and so on; empty without an evaluation set.

@@ -10,6 +10,20 @@ from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.episodes import PromptItem
 
 
+def prompt_item(row: PromptRow, group_id: int, epoch: int, greedy_baseline: bool = False) -> PromptItem:
+    """What an engine is asked to do with a row of the data."""
+    return PromptItem(
+        prompt_id=row.prompt_id,
+        group_id=group_id,
+        text=row.text,
+        token_ids=row.token_ids,
+        label=row.label,
+        metadata={"datasource": row.datasource, **row.metadata},
+        epoch=epoch,
+        greedy_baseline=greedy_baseline,
+    )
+
+
 class PromptStream:
     """Hands out the prompts of all episodes.
 
@@ -74,16 +88,7 @@ class PromptStream:
         if self._order[0] != episode:
             self._order = (episode, epoch_permutation(len(self._rows), self._seed, episode).tolist())
         row = self._rows[self._order[1][position]]
-        return PromptItem(
-            prompt_id=row.prompt_id,
-            group_id=group_id,
-            text=row.text,
-            token_ids=row.token_ids,
-            label=row.label,
-            metadata={"datasource": row.datasource, **row.metadata},
-            epoch=episode,
-            greedy_baseline=self._greedy_baseline,
-        )
+        return prompt_item(row, group_id, episode, self._greedy_baseline)
 
     def state_dict(self, unfinished: Iterable[int] = ()) -> dict[str, Any]:
         """The position as plain data.

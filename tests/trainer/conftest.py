@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from openrlhf.utils.process import free_port
+from rank_processes import run_ranks
 
 SCRIPT = Path(__file__).parent / "preference_cases.py"
 DEADLINE_S = 600
@@ -52,36 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def preference_runs(tmp_path_factory: pytest.TempPathFactory) -> PreferenceRuns:
     folder = tmp_path_factory.mktemp("preference")
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "hf"),
-    }
     results: dict[str, Any] = {}
     for ranks in (1, 2):
-        port = free_port("127.0.0.1")
-        logs = [open(folder / f"log_{ranks}_{rank}.txt", "w+") for rank in range(ranks)]
-        running = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), str(ranks), str(port), str(folder)],
-                env=env,
-                cwd=folder,
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            codes = [process.wait(timeout=DEADLINE_S) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-            for log in logs:
-                log.close()
-        tails = "\n".join((folder / f"log_{ranks}_{rank}.txt").read_text()[-3000:] for rank in range(ranks))
-        assert codes == [0] * ranks, tails
+        run_ranks(SCRIPT, ranks, folder, DEADLINE_S, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "hf"))
         results |= json.loads((folder / f"results_{ranks}.json").read_text())
     return PreferenceRuns(folder, results)

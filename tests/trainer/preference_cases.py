@@ -1,6 +1,6 @@
 """Run by conftest.py on one or two gloo ranks: many trainings in one start, metrics as JSON of rank 0.
 
-Usage: preference_cases.py <rank> <ranks> <port> <folder>
+Usage: preference_cases.py <folder>, with the rank in the environment
 """
 
 from __future__ import annotations
@@ -222,12 +222,10 @@ def commands_of_the_docs(cases: Cases) -> None:
 
 
 def main() -> None:
-    rank, ranks, port = (int(a) for a in sys.argv[1:4])
-    folder = Path(sys.argv[4])
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     platform.prepare_process()
-    cases = Cases(init_distributed(timeout_s=120), folder)
+    world = init_distributed(timeout_s=120)
+    rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
+    cases = Cases(world, folder)
     (one_rank if ranks == 1 else two_ranks)(cases)
     layouts_of_an_evaluation(cases)
     if ranks == 1:

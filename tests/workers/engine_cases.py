@@ -1,12 +1,11 @@
 """Run by test_deepspeed_engine.py on one or two gloo ranks: many cases in one start, results as JSON of rank 0.
 
-Usage: engine_cases.py <rank> <ranks> <port> <folder>
+Usage: engine_cases.py <folder>, with the rank in the environment
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -411,11 +410,8 @@ def moving_average(cases: Cases) -> None:
 
 
 def main() -> None:
-    rank, ranks, port = (int(a) for a in sys.argv[1:4])
-    folder = Path(sys.argv[4])
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    init_distributed(timeout_s=120)
+    world = init_distributed(timeout_s=120)
+    rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
     cases = Cases(rank, ranks, folder)
     for part in (
         equality,

@@ -1,12 +1,11 @@
 """Run by test_layout_grid.py on one or two gloo ranks: every layout of the same optimizer steps, results as JSON.
 
-Usage: layout_cases.py <rank> <ranks> <port> <folder>
+Usage: layout_cases.py <folder>, with the rank in the environment
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -271,11 +270,8 @@ class Grid:
 
 
 def main() -> None:
-    rank, ranks, port = (int(a) for a in sys.argv[1:4])
-    folder = Path(sys.argv[4])
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    init_distributed(timeout_s=120)
+    world = init_distributed(timeout_s=120)
+    rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
     own = folder / f"{ranks}_{rank}"
     own.mkdir()
     model = str(folder / f"model_{ranks}")

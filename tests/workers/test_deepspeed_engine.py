@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from openrlhf.utils.process import free_port
+from rank_processes import run_ranks
 
 pytestmark = pytest.mark.e2e
 
@@ -24,48 +22,24 @@ DEADLINE_S = 600
 @pytest.fixture(scope="module")
 def all_results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("engine")
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false"}
     results = {}
     for ranks in RANKS:
-        port = free_port("127.0.0.1")
-        logs = [open(folder / f"log_{ranks}_{rank}.txt", "w+") for rank in range(ranks)]
-        running = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(rank), str(ranks), str(port), str(folder)],
-                env=env,
-                stdout=logs[rank],
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            codes = [process.wait(timeout=DEADLINE_S) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-            for log in logs:
-                log.close()
-        tails = "\n".join((folder / f"log_{ranks}_{rank}.txt").read_text()[-3000:] for rank in range(ranks))
-        assert codes == [0] * ranks, tails
+        run_ranks(SCRIPT, ranks, folder, DEADLINE_S, TOKENIZERS_PARALLELISM="false")
         results[ranks] = json.loads((folder / f"results_{ranks}.json").read_text())
         if ranks == 2:
             for stage in (2, 3):
-                convert(folder / f"ckpt{stage}_2", env)
+                convert(folder / f"ckpt{stage}_2")
     return results
 
 
-def convert(root: Path, env: dict[str, str]) -> None:
+def convert(root: Path) -> None:
     """Turn the newest checkpoint into DeepSpeed's universal format, as a user would."""
     tag = (root / "latest").read_text()
     folders = ["--input_folder", tag, "--output_folder", f"{tag}_uni"]
     counts = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *counts]
     # the tool looks for a marker that engines built on Megatron write; this option puts it in
-    done = subprocess.run(
-        [*command, "--inject_missing_state"], cwd=root, env=env, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([*command, "--inject_missing_state"], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -6,18 +6,15 @@ And every advantage estimator goes through the real optimizer step, with the KL 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from estimator_cases import PLACES
 from layout_cases import LAYOUTS, MOVED, OBJECTIVES, STAGES
+from rank_processes import run_ranks
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from openrlhf.utils.process import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -28,22 +25,8 @@ DEADLINE_S = 300
 @pytest.fixture(scope="module")
 def grids(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("layouts")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     for ranks in (1, 2):
-        port = free_port("127.0.0.1")
-        logs = [folder / f"log_{ranks}_{rank}.txt" for rank in range(ranks)]
-        running = []
-        for rank, log in enumerate(logs):
-            command = [sys.executable, str(SCRIPT), str(rank), str(ranks), str(port), str(folder)]
-            with open(log, "w") as file:
-                running.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
-        try:
-            codes = [process.wait(timeout=DEADLINE_S) for process in running]
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+        run_ranks(SCRIPT, ranks, folder, DEADLINE_S)
     return {ranks: json.loads((folder / f"layouts_{ranks}.json").read_text()) for ranks in (1, 2)}
 
 
