@@ -45,9 +45,11 @@ def command(options: argparse.Namespace, model: Path, prompts: Path, reward: Pat
         --micro_train_batch_size 1 --micro_rollout_batch_size 1
         --max_len 1024 --max_new_tokens {NEW_TOKENS}
         --packing_samples --use_dynamic_batch --train_max_tokens_per_gpu {options.max_tokens}
-        --gradient_checkpointing --zero_stage {options.zero_stage} --param_dtype bf16
+        --zero_stage {options.zero_stage} --param_dtype bf16
         --max_steps {options.steps} --save_path {out / "model"} --ckpt_path {out / "ckpt"}
     """.split()
+    if not options.no_checkpointing:
+        flags.append("--gradient_checkpointing")
     return [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags, *options.more]
 
 
@@ -56,6 +58,20 @@ def card() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def training_mfu(options: argparse.Namespace, model: Path, seconds: float) -> float:
+    """Model FLOPs utilisation of the training phase: 6 x parameters + attention a token, nothing recomputed."""
+    import torch
+    from training import PEAKS, step_flops
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
+    peak = next((value for name, value in PEAKS.items() if name in card()), float("nan"))
+    flops = step_flops(shape, parameters, [PROMPT_TOKENS + NEW_TOKENS] * (PROMPTS * SAMPLES))
+    return flops / seconds / (peak * options.gpus)
 
 
 def summary(metrics: list[dict[str, float]]) -> dict[str, float]:
@@ -74,6 +90,7 @@ def main() -> int:
     parser.add_argument("--train_batch_size", type=int, default=PROMPTS * SAMPLES)
     parser.add_argument("--max_tokens", type=int, default=16_384)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.6)
+    parser.add_argument("--no_checkpointing", action="store_true", help="keep all activations of a micro-batch")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "openrlhf_bench")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="further train_ppo_ray flags, after --")
@@ -104,8 +121,10 @@ def main() -> int:
     for name in PHASES:
         print(f"  {name.removeprefix('timing/'):<16} {figures[name]:8.2f} s")
     print(f"  generated        {tokens / figures['timing/generation']:8.0f} tokens/s")
-    for name in ("timing/sync_transfer", "sync/logprob_diff_mean", "sync/logprob_diff_max"):
-        print(f"  {name:<24} {figures[name]:.4f}")
+    print(f"  MFU of training  {training_mfu(options, model, figures['timing/ppo_train']):8.3f}")
+    for name in sorted(figures):
+        if name.startswith(("timing/sync_", "sync/", "memory/")):
+            print(f"  {name:<32} {figures[name]:.4f}")
     # With a learning rate of 1e-6 the policy stays next to the reference; a large value means broken weights.
     print(f"  {'kl at the last step':<24} {lines[-1]['kl']:.4g}")
     return 0

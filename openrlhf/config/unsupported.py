@@ -32,12 +32,6 @@ NOT_YET: dict[str, NotYet] = {
     "ring_head_stride": NotYet(
         lambda cfg: cfg.ring_head_stride != 1, "ring attention is not available", "leave it out"
     ),
-    "check_weight_sync": NotYet(
-        lambda cfg: cfg.check_weight_sync,
-        "comparing every tensor is not available; after each sync engines and policy score a fixed text, and the "
-        "largest difference is the metric sync/logprob_diff_max",
-        "leave it out",
-    ),
     "ds_tensor_parallel_size": NotYet(
         lambda cfg: cfg.ds_tensor_parallel_size > 1,
         "tensor parallel training is not available",

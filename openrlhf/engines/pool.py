@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
@@ -18,6 +18,9 @@ from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.utils import interrupts
 from openrlhf.workers.cluster import Cluster
 from openrlhf.workers.group import Member, PendingCall, WorkerError, WorkerGroup
+
+if TYPE_CHECKING:
+    from openrlhf.engines.weight_sync.compare import Comparison
 
 SAMPLES_IN_FLIGHT = 1024
 """Samples one engine is given before others wait at the driver: enough to fill it, few enough to balance engines."""
@@ -161,6 +164,10 @@ class EnginePool:
 
     def weight_digests(self) -> list[list[dict[str, str]]]:
         return self.group.call("weight_digests")
+
+    def compare_weights(self, folder: str) -> list[list[Comparison]]:
+        """Each worker of each engine compares what it holds with the weights in a folder."""
+        return self.group.call("compare_weights", folder)
 
     def shutdown(self, timeout: float = 30.0) -> None:
         """Stop the engines' processes in order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,6 +14,9 @@ from openrlhf.engines.spec import EngineSpec
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
 from openrlhf.utils.process import redirect_output, unlink_shared_resources
+
+if TYPE_CHECKING:
+    from openrlhf.engines.weight_sync.compare import Comparison
 
 
 def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
@@ -191,6 +194,10 @@ class VLLMEngine:
     async def weight_digests(self) -> list[dict[str, str]]:
         """SHA-256 of every parameter, one dict per tensor-parallel worker."""
         return list(await self._llm.collective_rpc("weight_digests"))
+
+    async def compare_weights(self, folder: str) -> list[Comparison]:
+        """Compare every tensor with the weights in a folder of safetensors files, one answer per worker."""
+        return list(await self._llm.collective_rpc("compare_weights", args=(folder,)))
 
     # --- life cycle ------------------------------------------------------------------------------------------------
 

@@ -147,7 +147,8 @@ class PPOTrainer:
         with self.console.phase("weight sync"):
             with self._weights_may_change():
                 sync = self.system.sync_weights(self.weight_check.probe, self.global_step)
-        return {"timing/sync_transfer": sync.seconds, **self.weight_check.run(sync.trainer_logprobs)}
+        timings = {f"timing/sync_{part}": seconds for part, seconds in sync.timings.items()}
+        return {**timings, **self.weight_check.run(sync)}
 
     def _weights_may_change(self) -> AbstractContextManager[None]:
         """Around a transfer of weights; here nothing is generated meanwhile."""
@@ -159,8 +160,8 @@ class PPOTrainer:
             return
         self.logger.log("eval", self.global_step, metrics)
         if self.checkpoints.improves(metrics):
-            with self.system.saving():
-                self.checkpoints.save_best(self.global_step, self._client_state())
+            self.system.prepare_save()
+            self.checkpoints.save_best(self.global_step, self._client_state())
             self._sync_weights()
 
     # --- rollout ---------------------------------------------------------------------------------------------------
@@ -190,17 +191,20 @@ class PPOTrainer:
         """Experience and optimizer steps on finished groups; the step's metrics."""
         cfg = self.cfg
         experience = self._collect(groups)
-        with self.system.training():
-            with self.console.phase("experience"):
-                plan = optimizer_steps(
-                    [t.group_id for t in experience.trajectories], cfg, seed=(cfg.seed, self.global_step)
-                )
-                experience = self._scored(experience)
-                self._dump(experience)
-                self._add_model_columns(experience, len(plan))
-                summary = add_advantages(experience, cfg, self.kl.value)
-            with self.console.phase("train"):
-                metrics = self._optimize(experience, plan)
+        memory = self.system.memory.figures("generation")
+        with self.console.phase("experience"):
+            self.system.wake_models()
+            plan = optimizer_steps(
+                [t.group_id for t in experience.trajectories], cfg, seed=(cfg.seed, self.global_step)
+            )
+            experience = self._scored(experience)
+            self._dump(experience)
+            self._add_model_columns(experience, len(plan))
+            summary = add_advantages(experience, cfg, self.kl.value)
+        memory |= self.system.memory.figures("experience")
+        with self.console.phase("train"):
+            metrics = self._optimize(experience, plan)
+        metrics |= memory | self.system.memory.figures("train")
         metrics.update(self._rollout_figures(experience, summary))
         self._show_sample(experience.trajectories[0])
         kl = metrics.get("kl")
@@ -308,7 +312,8 @@ class PPOTrainer:
         )
 
     def _save_final(self) -> None:
-        with self.console.phase("save"), self.system.saving():
+        with self.console.phase("save"):
+            self.system.prepare_save()
             self.checkpoints.save_final()
         self.console.say(f"Saved the policy to {self.cfg.save_path}")
 

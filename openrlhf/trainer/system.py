@@ -15,6 +15,9 @@ import ray
 from openrlhf.config import PPOConfig
 from openrlhf.engines.pool import EnginePool, start_engines
 from openrlhf.engines.rollouts import RolloutSpec
+from openrlhf.engines.weight_sync.compare import Comparison
+from openrlhf.trainer.turns import SharedMemory
+from openrlhf.utils.files import temporary_folder
 from openrlhf.workers.cluster import Cluster, connect, create_cluster, disconnect
 from openrlhf.workers.group import PendingCall, WorkerGroup
 from openrlhf.workers.model_worker import form_groups, start_group
@@ -34,12 +37,14 @@ class WeightSync(NamedTuple):
     """What a weight sync did.
 
     Attributes:
-        seconds: that the transfer took, without waking and offloading.
+        timings: seconds of its parts: "wake", "transfer", "room", and "compare" with ``--check_weight_sync``.
         trainer_logprobs: float32 ``[T]``, the actor's log-probs of the probe text; 0 for the first token.
+        comparisons: with ``--check_weight_sync``, what the workers of each engine found; else None.
     """
 
-    seconds: float
+    timings: dict[str, float]
     trainer_logprobs: np.ndarray
+    comparisons: list[list[Comparison]] | None
 
 
 @dataclass
@@ -48,7 +53,7 @@ class PPOSystem:
 
     Without engines (``--load_rollouts``) or models (``--rollout_only``) their groups are empty.
     With ``--vllm_enable_sleep`` engines and models take turns on the same GPUs; :meth:`generating` and
-    :meth:`training` are the two sides, :meth:`sync_weights` is the way from the second to the first.
+    :meth:`wake_models` are the two sides, :meth:`sync_weights` is the way from the second to the first.
     """
 
     cfg: PPOConfig
@@ -58,6 +63,11 @@ class PPOSystem:
     critic: WorkerGroup | None
     ref: WorkerGroup | None
     reward: WorkerGroup | None
+
+    def __post_init__(self) -> None:
+        # Frozen models first: they only drop their copies.
+        self.memory = SharedMemory(self.cfg, [g for g in (self.ref, self.reward, self.critic, self.actor) if g])
+        self._weight_bytes: int | None = None
 
     @property
     def model_groups(self) -> list[WorkerGroup]:
@@ -70,21 +80,15 @@ class PPOSystem:
         if self.cfg.vllm_enable_sleep:
             self.engines.sleep()
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Around the use of the models: their state is on the device meanwhile."""
-        if self.cfg.deepspeed_enable_sleep:
-            for group in self.model_groups:
-                group.call("reload")
-        yield
+    def wake_models(self) -> None:
+        """Before the use of the models: brings back what :meth:`sync_weights` moved off their devices."""
+        self.memory.bring_back()
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Around a save while the engines are awake: they make room for the models, and need a sync afterwards."""
+    def prepare_save(self) -> None:
+        """Before a save while the engines are awake: they make room for the models, and need a sync afterwards."""
         if self.cfg.vllm_enable_sleep:
             self.engines.sleep()
-        with self.training():
-            yield
+        self.wake_models()
 
     def sync_weights(self, probe: Sequence[int], version: int) -> WeightSync:
         """Send the actor's weights to the engines and make these ready to generate.
@@ -93,16 +97,37 @@ class PPOSystem:
             probe: token ids of a text that the actor scores before its weights leave the device.
             version: the weights' number, which the tokens that they sample will carry.
         """
-        if self.cfg.vllm_enable_sleep:
-            self.engines.wake(["weights"])
-        seconds = max(self.actor.call("sync_weights", version))
+        timings: dict[str, float] = {}
+        with _timed(timings, "wake"):
+            if self.cfg.vllm_enable_sleep:
+                self.engines.wake(["weights"])
+        timings["transfer"] = float(max(self.actor.call("sync_weights", version)))
+        comparisons = None
+        if self.cfg.check_weight_sync:
+            with _timed(timings, "compare"):
+                comparisons = self.compare_weights()
         logprobs = self.actor.call("probe", list(probe))[0]
-        if self.cfg.deepspeed_enable_sleep:
-            for group in self.model_groups:
-                group.call("offload")
-        if self.cfg.vllm_enable_sleep:
-            self.engines.wake(["kv_cache"])
-        return WeightSync(float(seconds), logprobs)
+        with _timed(timings, "room"):
+            if self.cfg.deepspeed_enable_sleep:
+                self.memory.make_room(self._engine_weights())
+        with _timed(timings, "wake"):
+            if self.cfg.vllm_enable_sleep:
+                self.engines.wake(["kv_cache"])
+        return WeightSync(timings, logprobs, comparisons)
+
+    def compare_weights(self) -> list[list[Comparison]]:
+        """Let each worker of each engine compare its tensors with the actor's, which go there as files.
+
+        The files are in the run's folder meanwhile, which all nodes must see.
+        """
+        with temporary_folder(Path(self.cfg.run_folder) / "weights") as folder:
+            self.actor.call("write_weights", str(folder.absolute()))
+            return self.engines.compare_weights(str(folder.absolute()))
+
+    def _engine_weights(self) -> int:
+        if self._weight_bytes is None:
+            self._weight_bytes = int(self.actor.call("weight_bytes")[0]) // self.engines.workers_per_engine
+        return self._weight_bytes
 
     def close(self) -> None:
         """End all processes and leave the cluster; safe to call at any time."""
@@ -112,6 +137,13 @@ class PPOSystem:
             for group in [*self.model_groups, self.engines.group]:
                 group.kill()
             self.cluster.remove()
+
+
+@contextmanager
+def _timed(timings: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    timings[name] = timings.get(name, 0.0) + time.monotonic() - started
 
 
 def cluster_device() -> str:
@@ -160,6 +192,7 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
         if device == "GPU" and cfg.colocate_all_models and not cfg.async_train:
             # vLLM sizes its cache by what is free while it starts, so nobody else may take memory then.
             _wait(loading, left)
+            report(f"Engines ready after {cfg.start_timeout - left():.0f} s")
             if cfg.vllm_enable_sleep:
                 engines.sleep()
             loading = []

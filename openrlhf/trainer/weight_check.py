@@ -8,13 +8,15 @@ import numpy as np
 
 from openrlhf.config import PPOConfig
 from openrlhf.engines.pool import EnginePool
+from openrlhf.engines.weight_sync.compare import Comparison
+from openrlhf.trainer.system import WeightSync
 
 FP32_TOLERANCE = 1e-3
 """A larger difference in fp32 means different weights: rounding alone stays below 1e-5."""
 
 
 class WeightMismatchError(RuntimeError):
-    """An engine's log-probs of the probe text differ from the trainer's by more than rounding explains."""
+    """An engine does not hold the trainer's weights."""
 
 
 class WeightCheck:
@@ -32,15 +34,17 @@ class WeightCheck:
         self._engines = engines
         self.probe = list(probe)
 
-    def run(self, trainer: np.ndarray) -> dict[str, float]:
-        """The metrics ``sync/logprob_diff_max`` and ``sync/logprob_diff_mean`` over all engines.
-
-        Args:
-            trainer: ``[T]``, the actor's log-probs of the probe text.
+    def run(self, sync: WeightSync) -> dict[str, float]:
+        """The metrics ``sync/logprob_diff_max`` and ``sync/logprob_diff_mean`` over all engines, and those of
+        :func:`check_tensors`.
 
         Raises:
             WeightMismatchError: see the class.
         """
+        compared = check_tensors(sync.comparisons) if sync.comparisons is not None else {}
+        return {**compared, **self._check_logprobs(sync.trainer_logprobs)}
+
+    def _check_logprobs(self, trainer: np.ndarray) -> dict[str, float]:
         engines = self._engines.prompt_logprobs(self.probe)
         differences = np.abs(np.asarray(engines, dtype=np.float64) - trainer)
         worst = float(differences.max())
@@ -55,3 +59,29 @@ class WeightCheck:
             "sync/logprob_diff_max": worst,
             "sync/logprob_diff_mean": float(differences[:, 1:].mean()),
         }
+
+
+def check_tensors(comparisons: Sequence[Sequence[Comparison]]) -> dict[str, float]:
+    """The metrics ``sync/compared_tensors`` and ``sync/differing_elements`` of ``--check_weight_sync``.
+
+    Args:
+        comparisons: of the workers of each engine.
+
+    Raises:
+        WeightMismatchError: an element differs; names engine, worker and tensors.
+    """
+    tensors = 0
+    for engine, workers in enumerate(comparisons):
+        for worker, found in enumerate(workers):
+            tensors += found.tensors
+            if found.differences:
+                shown = "\n".join(
+                    f"  {d.name}: {d.differing} of {d.elements} elements, by at most {d.largest:.3g}"
+                    for d in found.differences[:10]
+                )
+                more = f"\n  and {len(found.differences) - 10} more" if len(found.differences) > 10 else ""
+                raise WeightMismatchError(
+                    f"after the weight sync, {len(found.differences)} of {found.tensors} tensors of engine {engine} "
+                    f"(worker {worker}) differ from the trainer's:\n{shown}{more}"
+                )
+    return {"sync/compared_tensors": float(tensors), "sync/differing_elements": 0.0}

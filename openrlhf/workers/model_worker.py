@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from openrlhf.algorithms.metrics import MetricSum
     from openrlhf.batching.microbatch import MicroBatch
+    from openrlhf.platform import MemoryStats
     from openrlhf.workers.deepspeed_engine import TrainEngine
 
 # torch, DeepSpeed and the model code are imported inside the methods: the visible devices and the number of threads
@@ -71,6 +73,10 @@ class ModelWorker:
         platform.prepare_process(max(1, platform.available_cores() // self.world_size) if on_cpu else None)
         platform.set_device(0)
         join_group(self.rank, self.world_size, host, port, timeout, store=self._store)
+        # What load() needs, while the engines are still starting: it takes longer than reading the weights.
+        import openrlhf.models.logprobs
+        import openrlhf.workers.deepspeed_engine
+        import openrlhf.workers.objectives  # noqa: F401
 
     def load(self, cfg: PPOConfig, total_steps: int) -> dict[str, Any]:
         """Build the model and its engine.
@@ -110,6 +116,31 @@ class ModelWorker:
 
     def _forward_one(self, batch: MicroBatch) -> Any:
         raise NotImplementedError
+
+    def weight_bytes(self) -> int:
+        """Size of the whole model's weights as they are sent to engines."""
+        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.engine.parameter_meta())
+
+    def room(self) -> tuple[int, int]:
+        """Free and total bytes of the device, once this process has given back what it does not use.
+
+        A CPU has no share that an engine could ask for, so that nothing counts as free there.
+        """
+        from openrlhf import platform
+
+        if platform.device_type() == "cpu":
+            return -1, platform.memory_stats().total
+        platform.empty_cache()
+        stats = platform.memory_stats()
+        return stats.free, stats.total
+
+    def memory(self) -> MemoryStats:
+        """What this process and its device hold now; the peak is that since the last call."""
+        from openrlhf import platform
+
+        stats = platform.memory_stats()
+        platform.reset_peak_memory()
+        return stats
 
     def offload(self) -> None:
         """Move what is not needed until the next call to CPU memory."""
@@ -230,6 +261,15 @@ class PolicyWorker(TrainedWorker):
         self._sender.client.weight_version = version
         self._sender.send_weights()
         return time.monotonic() - started
+
+    def write_weights(self, folder: str) -> None:
+        """Write what :meth:`sync_weights` sends into a folder of safetensors files, by rank 0; all ranks call it."""
+        from safetensors.torch import save_file
+
+        for index, bucket in enumerate(self.engine.gathered_parameters()):
+            if self.rank == 0:
+                tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
+                save_file(tensors, os.path.join(folder, f"{index:05d}.safetensors"))
 
     def probe(self, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probs at temperature 1 of a text's tokens: float32[T], 0 for the first."""

@@ -33,8 +33,8 @@ from openrlhf.trainer.experience import (
 from openrlhf.trainer.ppo import probe_ids
 from openrlhf.trainer.prompt_stream import PromptStream
 from openrlhf.trainer.sampling import training_sampling
-from openrlhf.trainer.system import PPOSystem, start_system
-from openrlhf.trainer.weight_check import WeightCheck, WeightMismatchError
+from openrlhf.trainer.system import PPOSystem, WeightSync, start_system
+from openrlhf.trainer.weight_check import WeightCheck, WeightMismatchError, check_tensors
 from openrlhf.utils.tiny_model import make_tiny_model
 from openrlhf.workers.cluster import Cluster, create_cluster, disconnect
 from openrlhf.workers.group import WorkerGroup
@@ -219,19 +219,23 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
 
     check = WeightCheck(stack.cfg, stack.engines, stack.probe)
     with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
-        check.run(stack.system.actor.call("probe", stack.probe)[0])  # the sync is left out
+        check.run(WeightSync({}, stack.system.actor.call("probe", stack.probe)[0], None))  # the sync is left out
+    with pytest.raises(WeightMismatchError, match=r"(?s)engine 0 \(worker 0\).*qkv_proj.weight \(packed\)"):
+        check_tensors(stack.system.compare_weights())
     sync = stack.system.sync_weights(stack.probe, 1)
-    assert sync.seconds < 60
-    assert check.run(sync.trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
+    assert sync.timings["transfer"] < 60
+    assert check.run(sync)["sync/logprob_diff_max"] <= 1e-5
 
     # ZeRO-3 with two ranks sends the same weights.
     _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
     stack.sharded.call("connect_engines", stack.engines.group.handles, "gloo", 1, 120.0)
     with pytest.raises(WeightMismatchError):
-        check.run(stack.sharded.call("probe", stack.probe)[0])
-    sharded = replace(stack.system, actor=stack.sharded)
+        check.run(WeightSync({}, stack.sharded.call("probe", stack.probe)[0], None))
+    sharded = replace(stack.system, actor=stack.sharded, cfg=replace(stack.cfg, check_weight_sync=True))
     for _ in range(2):
-        assert check.run(sharded.sync_weights(stack.probe, 1).trainer_logprobs)["sync/logprob_diff_max"] <= 1e-5
+        figures = check.run(sharded.sync_weights(stack.probe, 1))
+        assert figures["sync/logprob_diff_max"] <= 1e-5
+        assert figures["sync/differing_elements"] == 0 and figures["sync/compared_tensors"] > 20
     digests = stack.engines.weight_digests()
     assert digests[0] == digests[1]
     assert ray.get(stack.engines.group.handles[0].health.remote()) is None

@@ -15,6 +15,7 @@ from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig, build
 from openrlhf.datasets.prompts import PromptRow
+from openrlhf.platform import MemoryStats
 from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, RewardClient
@@ -83,7 +84,7 @@ class Policy:
 
     def submit(self, method: str, *args: Any, per_rank: Any = None) -> _Done:
         self.calls.append(method)
-        answers: dict[str, Any] = {"sync_weights": 0.0, "train": MetricSum()}
+        answers: dict[str, Any] = {"sync_weights": 0.0, "train": MetricSum(), "memory": MemoryStats(1, 1, 1, 1, 1)}
         if method == "train":
             self.trained.append(per_rank)
         if method == "probe":

@@ -56,7 +56,7 @@ def test_training_from_a_dump_sees_the_same_batches(tmp_path: Path) -> None:
     second = config(tmp_path, load_rollouts=dump, ckpt_path=str(tmp_path / "b"))
     again, files = Policy(), replayed_files(second)
     finish(ReplayTrainer, second, Pool(), again, files=[files, 100])
-    assert again.calls == ["train", "train", "save_hf"]  # no weights travel
+    assert [c for c in again.calls if c != "memory"] == ["train", "train", "save_hf"]  # no weights travel
     assert len(policy.trained) == len(again.trained) == 2
     for one, other in zip(policy.trained, again.trained, strict=True):
         assert len(one) == len(other) == 1 and len(one[0]) == len(other[0])

@@ -25,10 +25,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from openrlhf.engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, TensorMeta, pack, plan_buckets, unpack
+from openrlhf.engines.weight_sync.plugin import refresh_tied_heads
 
 SENDER = 0
 
@@ -128,11 +128,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        # A head tied to the embedding gets no weights of its own, so the reload passes it over; but the CPU build
-        # multiplies with a packed copy of the weight, made when the model was loaded.
-        for layer in self.model.modules():
-            if isinstance(layer, ParallelLMHead):
-                layer.quant_method.process_weights_after_loading(layer)
+        refresh_tied_heads(self.model)
 
     def shutdown(self) -> None:
         self.group = None

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 
 import torch
+from torch import nn
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from openrlhf import platform
+from openrlhf.engines.weight_sync.compare import (
+    Comparison,
+    compare,
+    stored_weights,
+    visible_weights,
+)
 from openrlhf.utils.process import die_with_parent
 
 ENGINE_PID_VARIABLE = "OPENRLHF_ENGINE_PID"
@@ -33,6 +43,19 @@ def register() -> None:
 register()
 
 
+def refresh_tied_heads(model: nn.Module) -> None:
+    """After a reload on a CPU: let a head that is tied to the embedding pack its weight anew.
+
+    It gets no weights of its own, so the reload passes it over; but the CPU build multiplies with a packed copy, made
+    when the model was loaded. Elsewhere nothing is packed.
+    """
+    if platform.device_type() != "cpu":
+        return
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 class WorkerExtension:
     """Methods added to every vLLM worker, called with ``collective_rpc``."""
 
@@ -45,3 +68,14 @@ class WorkerExtension:
             ).hexdigest()
             for name, parameter in model.named_parameters()
         }
+
+    def compare_weights(self, folder: str) -> Comparison:
+        """Compare what this worker holds with the same weights read from files by vLLM's own loader.
+
+        Afterwards it holds what the files say, which is the same when nothing differs.
+        """
+        runner = self.model_runner  # type: ignore[attr-defined]
+        held = visible_weights(runner.model)
+        runner.reload_weights(weights_iterator=stored_weights(Path(folder)))
+        refresh_tied_heads(runner.model)
+        return compare(held, visible_weights(runner.model))

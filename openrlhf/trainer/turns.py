@@ -1,0 +1,73 @@
+"""Models and engines that take turns on the same GPUs: what leaves a GPU, when, and what each phase holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from openrlhf.config import PPOConfig
+from openrlhf.workers.group import WorkerGroup
+
+GIB = 2.0**30
+
+
+class SharedMemory:
+    """Moves the models' state off the GPUs for as long as the engines need the room, and no more of it than that.
+
+    Args:
+        cfg: how much of a GPU the engines take.
+        groups: the models, those first that are cheapest to bring back. All are on the same GPUs.
+    """
+
+    def __init__(self, cfg: PPOConfig, groups: Sequence[WorkerGroup]) -> None:
+        self._cfg = cfg
+        self._groups = list(groups)
+        self._away: list[WorkerGroup] = []
+
+    def make_room(self, engine_weights: int) -> None:
+        """Before the engines take their cache.
+
+        An engine stays within ``vllm_gpu_memory_utilization`` of each GPU, its weights included, so the rest of that
+        share must be free. Models are offloaded one after another until it is; often none has to go.
+
+        Args:
+            engine_weights: bytes of weights that an engine holds on each GPU already.
+        """
+        if self._away:
+            return
+        # All of them first: what one process has cached and does not use is missing for all.
+        self._ask("room")
+        for group in self._groups:
+            free, total = min(group.call("room"))
+            if free >= engine_share(self._cfg, total) - engine_weights:
+                return
+            group.call("offload")
+            self._away.append(group)
+
+    def bring_back(self) -> None:
+        """Before the models are used."""
+        for group in self._away:
+            group.call("reload")
+        self._away = []
+
+    def figures(self, phase: str) -> dict[str, float]:
+        """The metrics ``memory/<phase>_*`` in GiB: the largest of all model processes since the last call, and the
+        smallest free memory of their devices.
+        """
+        stats = self._ask("memory")
+        return {
+            f"memory/{phase}_allocated_gib": max(s.allocated for s in stats) / GIB,
+            f"memory/{phase}_peak_gib": max(s.peak for s in stats) / GIB,
+            f"memory/{phase}_reserved_gib": max(s.reserved for s in stats) / GIB,
+            f"memory/{phase}_free_gib": min(s.free for s in stats) / GIB,
+        }
+
+    def _ask(self, method: str) -> list[Any]:
+        """Every process of every model at once."""
+        calls = [group.submit(method) for group in self._groups]
+        return [answer for call in calls for answer in call.result(self._cfg.rollout_timeout)]
+
+
+def engine_share(cfg: PPOConfig, total: int) -> float:
+    """Bytes of a GPU that engines which share it with the models take while they are awake."""
+    return cfg.vllm_gpu_memory_utilization * total if cfg.vllm_enable_sleep else 0.0

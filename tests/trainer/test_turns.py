@@ -1,0 +1,81 @@
+"""What leaves the GPUs for the engines: the cheapest first, and no more than they need."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_run import config
+
+from openrlhf.platform import MemoryStats
+from openrlhf.trainer.turns import GIB, SharedMemory
+
+TOTAL = 80 * int(GIB)
+
+
+class Gpus:
+    """Free memory of each GPU in GiB."""
+
+    def __init__(self, *free: float) -> None:
+        self.free = list(free)
+
+
+class Models:
+    """Stands for a group: what it holds on each GPU goes and comes with its calls."""
+
+    def __init__(self, name: str, gpus: Gpus, size: float, log: list[str]) -> None:
+        self.name, self.gpus, self.size, self.log = name, gpus, size, log
+
+    def submit(self, method: str) -> Any:
+        answers = self.call(method)
+        return type("Done", (), {"result": staticmethod(lambda timeout: answers)})()
+
+    def call(self, method: str) -> list[Any]:
+        if method in ("offload", "reload"):
+            self.log.append(f"{method} {self.name}")
+            sign = 1 if method == "offload" else -1
+            self.gpus.free = [free + sign * self.size for free in self.gpus.free]
+        if method == "memory":
+            return [MemoryStats(int(self.size * GIB), 2, 3, int(free * GIB), TOTAL) for free in self.gpus.free]
+        return [(int(free * GIB), TOTAL) for free in self.gpus.free]
+
+
+@pytest.mark.parametrize(
+    ("free", "gone"),
+    [
+        ((45.0, 46.0), []),  # 0.6 x 80 - 3 of weights = 45 are needed
+        ((46.0, 44.9), ["offload ref"]),  # the fuller GPU decides
+        ((42.0, 42.0), ["offload ref"]),
+        ((41.0, 50.0), ["offload ref", "offload actor"]),
+        ((1.0, 1.0), ["offload ref", "offload actor"]),
+    ],
+)
+def test_models_go_one_by_one_until_the_share_of_the_engines_is_free(
+    tmp_path: Path, free: tuple[float, float], gone: list[str]
+) -> None:
+    cfg = replace(config(tmp_path), vllm_enable_sleep=True, vllm_gpu_memory_utilization=0.6)
+    gpus, log = Gpus(*free), []
+    memory = SharedMemory(cfg, [Models("ref", gpus, 3, log), Models("actor", gpus, 21, log)])  # type: ignore[list-item]
+    memory.make_room(3 * int(GIB))
+    assert log == gone
+    memory.make_room(3 * int(GIB))  # already made
+    memory.bring_back()
+    memory.bring_back()
+    assert log == gone + [entry.replace("offload", "reload") for entry in gone]
+    assert gpus.free == list(free)
+
+
+def test_engines_that_never_sleep_need_no_room(tmp_path: Path) -> None:
+    gpus, log = Gpus(0.5), []
+    SharedMemory(config(tmp_path), [Models("actor", gpus, 21, log)]).make_room(0)  # type: ignore[list-item]
+    assert log == []
+
+
+def test_the_figures_of_a_phase_are_the_worst_process(tmp_path: Path) -> None:
+    gpus = Gpus(7.0, 5.0)
+    memory = SharedMemory(config(tmp_path), [Models("a", gpus, 3, []), Models("b", gpus, 21, [])])  # type: ignore[list-item]
+    figures = memory.figures("train")
+    assert figures["memory/train_allocated_gib"] == 21 and figures["memory/train_free_gib"] == 5
+    assert figures["memory/train_reserved_gib"] == 2 / GIB and figures["memory/train_peak_gib"] == 3 / GIB
