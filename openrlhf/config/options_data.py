@@ -30,7 +30,12 @@ class DataOptions(OptionGroup):
     apply_chat_template: bool = flag(
         False, "format rows with the tokenizer's chat template", "data.apply_chat_template"
     )
-    dataloader_num_workers: int = flag(0, "processes that load data", "data.dataloader_num_workers")
+    dataloader_num_workers: int = flag(
+        0,
+        "further processes that turn rows into ids before the first step; with 0, train_sft does that step by step if "
+        "there are more than a million rows",
+        "data.dataloader_num_workers",
+    )
 
 
 @dataclass(kw_only=True)

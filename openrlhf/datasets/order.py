@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from openrlhf.datasets.sources import DataError
@@ -22,6 +24,10 @@ class ResumableOrder:
         num_rows: rows of the data set.
         seed: epoch ``e`` is shuffled with (seed, e).
         shuffle: False keeps the order of the rows.
+
+    Attributes:
+        consumed: rows taken or skipped so far.
+        skipped: those of them that could not be used.
     """
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool = True) -> None:
@@ -31,6 +37,7 @@ class ResumableOrder:
         self.seed = seed
         self.shuffle = shuffle
         self.consumed = 0
+        self.skipped = 0
         self._cached: tuple[int, np.ndarray] | None = None
 
     @property
@@ -46,19 +53,39 @@ class ResumableOrder:
             self._cached = (epoch, epoch_permutation(self.num_rows, self.seed, epoch))
         return self._cached[1]
 
-    def take(self, count: int) -> list[int]:
-        """The next ``count`` row numbers."""
+    def take(self, count: int, usable: Callable[[int], bool] | None = None) -> list[int]:
+        """The next ``count`` row numbers.
+
+        Args:
+            usable: rows for which it is false are skipped; asked once for each row, in their order.
+
+        Raises:
+            DataError: a whole pass over the rows had none to use.
+        """
         taken: list[int] = []
+        skipped = 0  # in succession
         while len(taken) < count:
             offset = self.consumed % self.num_rows
-            part = self.epoch_order(self.epoch)[offset : offset + count - len(taken)]
-            taken.extend(int(i) for i in part)
-            self.consumed += len(part)
+            for row in self.epoch_order(self.epoch)[offset : offset + count - len(taken)].tolist():
+                self.consumed += 1
+                if usable is None or usable(row):
+                    taken.append(row)
+                    skipped = 0
+                else:
+                    self.skipped += 1
+                    skipped += 1
+            if skipped >= self.num_rows:
+                raise DataError(f"none of the {self.num_rows} rows can be used")
         return taken
 
     def state_dict(self) -> dict[str, int]:
         """What :meth:`load_state_dict` needs."""
-        return {"consumed": self.consumed, "num_rows": self.num_rows, "seed": self.seed}
+        return {
+            "consumed": self.consumed,
+            "skipped": self.skipped,
+            "num_rows": self.num_rows,
+            "seed": self.seed,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where another run stopped.
@@ -74,3 +101,4 @@ class ResumableOrder:
         if state["seed"] != self.seed:
             raise DataError(f"the checkpoint was written with --seed {state['seed']}, not {self.seed}")
         self.consumed = int(state["consumed"])
+        self.skipped = int(state.get("skipped", 0))

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset, Features, Value
 from datasets import Sequence as SequenceFeature
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import SFTConfig
 from openrlhf.datasets import text as texts
+from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, require_columns
-from openrlhf.datasets.tokenized import number_column, tokenize_rows
+from openrlhf.datasets.tokenized import counted, tokenize_rows
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+Row = tuple[np.ndarray, np.ndarray]
+
+AHEAD_ROWS = 1_000_000
+"""Up to this many rows become ids before the first step, which counts the usable ones and so the steps exactly."""
+# rows of a larger source that are tried before the first step
+_SAMPLE = 4096
 
 EMPTY_PROMPT = "empty prompt"
 EMPTY_RESPONSE = "empty response"
@@ -22,8 +36,6 @@ _FEATURES = Features(
     {
         "token_ids": SequenceFeature(Value("int32")),
         "loss_mask": SequenceFeature(Value("bool")),
-        "length": Value("int64"),
-        "num_targets": Value("int64"),
         "dropped": Value("string"),
     }
 )
@@ -46,6 +58,12 @@ class SFTFormat:
         """The fields that ``cfg`` has under the same names."""
         return cls(**{name: getattr(cfg, name) for name in cls.__dataclass_fields__})
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns that are read."""
+        named = (self.input_key, None if self.pretrain_mode else self.output_key)
+        return [column for column in named if column is not None]
+
 
 @dataclass(frozen=True)
 class Tokenized:
@@ -57,31 +75,109 @@ class Tokenized:
 
 
 class SFTDataset:
-    """Usable rows in the order of the source.
+    """Usable rows in the order of the source, all turned into ids beforehand.
 
     Attributes:
-        lengths: int64 ``[num_rows]``, tokens of each row.
-        num_targets: int64 ``[num_rows]``, tokens of each row that the loss is on.
+        num_usable: rows that can be trained on.
         dropped: number of unusable rows by reason.
     """
 
     def __init__(self, table: Dataset, dropped: dict[str, int]) -> None:
         self.dropped = dropped
-        self._rows = table.with_format("numpy", columns=["token_ids", "loss_mask"])
-        self.lengths = number_column(table, "length")
-        self.num_targets = number_column(table, "num_targets")
+        self.num_usable = len(table)
+        self._rows = table.select_columns(["token_ids", "loss_mask"]).with_format("arrow")
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 ``[T]`` and loss mask bool ``[T]``; the first token is never in the mask."""
-        row = self._rows[index]
-        return row["token_ids"].astype(np.int32), row["loss_mask"]
+    def take(self, order: ResumableOrder, count: int) -> list[int]:
+        """The next rows to train on."""
+        return order.take(count)
 
-    def fetch(self, indices: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Several rows."""
-        return [self[i] for i in indices]
+    def fetch(self, rows: Sequence[int]) -> list[Row]:
+        """Token ids int32 ``[T]`` and loss mask bool ``[T]`` of some rows; the first token is in no mask."""
+        if not rows:
+            return []
+        table = self._rows[list(rows)]
+        ids, masks = (table.column(name).combine_chunks() for name in ("token_ids", "loss_mask"))
+        ends = np.cumsum(ids.value_lengths().to_numpy())[:-1]
+        columns = (np.split(column.flatten().to_numpy(zero_copy_only=False), ends) for column in (ids, masks))
+        return list(zip(*columns, strict=True))
+
+
+class LazySFTDataset:
+    """Rows of the source, usable or not, each turned into ids when a step needs it, so that training starts at once.
+
+    Attributes:
+        num_usable: rows that can be trained on, estimated from a sample that is the same in every run.
+        dropped: number of unusable rows met so far, by reason.
+
+    Raises:
+        DataError: a column has a null, or no row of the sample can be trained on.
+    """
+
+    def __init__(self, rows: Dataset, style: SFTFormat, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+        self._rows = rows.select_columns(style.columns)
+        self._style, self._tokenizer, self._source = style, tokenizer, source
+        self._held: dict[int, Tokenized] = {}
+        _refuse_nulls(self._rows, source)
+        sample = np.random.default_rng(0).choice(len(rows), min(_SAMPLE, len(rows)), replace=False)
+        reasons = Counter(self._tokenize(int(row)).dropped for row in sample)
+        kept = reasons.pop("", 0)
+        if not kept:
+            raise DataError(f"{source}: none of {len(sample)} rows tried can be trained on: {counted(reasons)}")
+        self.num_usable = len(rows) * kept // len(sample)
+        self.dropped: Counter[str] = Counter()
+        logger.info(
+            "%s: %d rows, turned into ids when a step needs them. %d of %d rows tried can be trained on, so about %d "
+            "are. --dataloader_num_workers 1 or more turns all into ids first, and counts exactly",
+            source,
+            len(rows),
+            kept,
+            len(sample),
+            self.num_usable,
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _tokenize(self, row: int) -> Tokenized:
+        return tokenize_sft_row(self._rows[row], row, self._style, self._tokenizer, self._source)
+
+    def take(self, order: ResumableOrder, count: int) -> list[int]:
+        """The next rows to train on; those that can't be are skipped and counted."""
+        return order.take(count, self._usable)
+
+    def _usable(self, row: int) -> bool:
+        done = self._tokenize(row)
+        if not done.dropped:
+            self._held[row] = done
+            return True
+        self.dropped[done.dropped] += 1
+        total = self.dropped.total()
+        if total == 10 ** (len(str(total)) - 1):  # 1, 10, 100, ...
+            logger.warning("%s: row %d is left out, so far %s", self._source, row, counted(self.dropped))
+        return False
+
+    def fetch(self, rows: Sequence[int]) -> list[Row]:
+        """Token ids int32 ``[T]`` and loss mask bool ``[T]`` of rows that were taken; the first token is in no mask."""
+        parts = [self._held.pop(row) if row in self._held else self._tokenize(row) for row in rows]
+        return [(np.array(part.token_ids, np.int32), np.array(part.loss_mask, np.bool_)) for part in parts]
+
+
+def open_sft_dataset(
+    rows: Dataset, cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase, source: str = "the data"
+) -> SFTDataset | LazySFTDataset:
+    """Rows to train on: many are turned into ids when a step needs them, see :data:`AHEAD_ROWS`.
+
+    Raises:
+        DataError: see :func:`build_sft_dataset`.
+    """
+    style = SFTFormat.from_config(cfg)
+    check_sft_columns(rows, style, source)
+    if len(rows) > AHEAD_ROWS and not cfg.dataloader_num_workers:
+        return LazySFTDataset(rows, style, tokenizer, source)
+    return build_sft_dataset(rows, cfg, tokenizer, source)
 
 
 def build_sft_dataset(
@@ -96,13 +192,10 @@ def build_sft_dataset(
     """
     style = SFTFormat.from_config(cfg)
     check_sft_columns(rows, style, source)
-    if style.multiturn and not style.apply_chat_template:
-        raise DataError("--multiturn needs --apply_chat_template")
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
-        done = tokenize_sft_row(row, index, style, tokenizer, source)
         # not asdict, which copies lists one element after another and takes longer than the tokenizer
-        return {**vars(done), "length": len(done.token_ids), "num_targets": sum(done.loss_mask)}
+        return vars(tokenize_sft_row(row, index, style, tokenizer, source))
 
     table, dropped = tokenize_rows(
         rows,
@@ -125,6 +218,19 @@ def check_sft_columns(rows: Dataset, style: SFTFormat, source: str) -> None:
             f"{source}: give --output_key, --apply_chat_template or --pretrain_mode; without any of them there is no "
             "response to learn"
         )
+    if style.multiturn and not style.apply_chat_template:
+        raise DataError("--multiturn needs --apply_chat_template")
+
+
+def _refuse_nulls(rows: Dataset, source: str) -> None:
+    """Raise a DataError for the first null, without looking at the texts."""
+    start = 0
+    for part in rows.with_format("arrow").iter(100_000):
+        for column in rows.column_names:
+            if part.column(column).null_count:
+                row = start + pc.index(pc.is_null(part.column(column)), True).as_py()
+                raise DataError(f"{source}, row {row}: column {column!r} is null")
+        start += len(part)
 
 
 def tokenize_sft_row(
@@ -136,8 +242,8 @@ def tokenize_sft_row(
         DataError: the row is null or malformed.
     """
     where = f"{source}, row {index}"
-    for column in (style.input_key, None if style.pretrain_mode else style.output_key):
-        if column is not None and row[column] is None:
+    for column in style.columns:
+        if row[column] is None:
             raise DataError(f"{where}: column {column!r} is null")
     if style.pretrain_mode:
         ids = texts.encode(tokenizer, _text(row[style.input_key], where, style.input_key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,15 +55,19 @@ def tokenize_rows(
         new_fingerprint=_fingerprint(rows, style, tokenizer),
     )
     reasons = table.data.column(DROPPED)
-    counted = {entry["values"]: entry["counts"] for entry in pc.value_counts(reasons).to_pylist()}
-    dropped = {reason: count for reason, count in counted.items() if reason}
-    told = ", ".join(f"{count} x {reason}" for reason, count in sorted(dropped.items()))
+    counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(reasons).to_pylist()}
+    dropped = {reason: count for reason, count in counts.items() if reason}
     if len(rows) == sum(dropped.values()):
-        raise DataError(f"{source}: none of the {len(rows)} rows can be trained on: {told}")
+        raise DataError(f"{source}: none of the {len(rows)} rows can be trained on: {counted(dropped)}")
     if dropped:
-        logger.warning("%s: %d of %d rows are left out: %s", source, sum(dropped.values()), len(rows), told)
+        logger.warning("%s: %d of %d rows are left out: %s", source, sum(dropped.values()), len(rows), counted(dropped))
         table = table.select(np.flatnonzero(pc.equal(reasons, "").to_numpy()))
     return table, dropped
+
+
+def counted(dropped: Mapping[str, int]) -> str:
+    """Reasons and how often each held, for messages."""
+    return ", ".join(f"{count} x {reason}" for reason, count in sorted(dropped.items()))
 
 
 def number_column(table: Dataset, name: str) -> np.ndarray:

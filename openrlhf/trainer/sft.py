@@ -11,7 +11,15 @@ from openrlhf.algorithms.losses import cross_entropy_sum
 from openrlhf.algorithms.metrics import STEP, TOKEN, MetricSum
 from openrlhf.batching import MicroBatch, pack, plan_micro_batches
 from openrlhf.config import SFTConfig
-from openrlhf.datasets.sft import SFTDataset, SFTFormat, build_sft_dataset, check_sft_columns
+from openrlhf.datasets.sft import (
+    LazySFTDataset,
+    Row,
+    SFTDataset,
+    SFTFormat,
+    build_sft_dataset,
+    check_sft_columns,
+    open_sft_dataset,
+)
 from openrlhf.datasets.sources import load_configured_rows, load_rows
 from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel
@@ -40,7 +48,7 @@ class SFTTrainer(SupervisedTrainer):
         world: World,
         engine: TrainEngine,
         tokenizer: PreTrainedTokenizerBase,
-        data: SFTDataset,
+        data: SFTDataset | LazySFTDataset,
         eval_data: SFTDataset | None,
         steps: int,
     ) -> None:
@@ -58,28 +66,29 @@ class SFTTrainer(SupervisedTrainer):
         """Metrics shown in the line of each step."""
         return ("gpt_loss", "lr", "grad_norm")
 
-    def _micro_batches(self, data: SFTDataset, rows: list[int]) -> Iterator[MicroBatch]:
+    def take_rows(self) -> list[int]:
+        """The rows of the next step."""
+        return self.data.take(self.order, self.cfg.train_batch_size)
+
+    def _micro_batches(self, rows: list[Row]) -> Iterator[MicroBatch]:
         """This rank's share of some rows, on its device; as many on every rank."""
-        lengths = [int(data.lengths[row]) for row in rows]
         plan = plan_micro_batches(
-            lengths,
+            [len(ids) for ids, _ in rows],
             self.engine.data_parallel_size,
             micro_batch_size=None if self._packing else self._micro_batch_size,
             max_tokens=self._max_tokens if self._packing else None,
         )
+        ids, masks = [ids for ids, _ in rows], [mask for _, mask in rows]
         for members in plan.ranks[self.world.rank]:
-            parts = data.fetch([rows[i] for i in members])
-            batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
-            if not parts:
-                batch = batch.with_columns(mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
-            yield batch.to(self.engine.device)
+            yield pack(ids, {"mask": masks}, members).to(self.engine.device)
 
     def train_step(self, rows: list[int]) -> MetricSum:
         """One optimizer step; the loss does not depend on ranks, micro-batches or packing."""
-        targets = int(self.data.num_targets[rows].sum())
-        tokens = int(self.data.lengths[rows].sum())
+        parts = self.data.fetch(rows)
+        targets = sum(int(mask.sum()) for _, mask in parts)
+        tokens = sum(len(ids) for ids, _ in parts)
         metrics = MetricSum()
-        batches = list(self._micro_batches(self.data, rows))
+        batches = list(self._micro_batches(parts))
         for index, batch in enumerate(batches):
             outputs = self.engine(batch)
             mask = batch.columns["mask"]
@@ -111,15 +120,17 @@ class SFTTrainer(SupervisedTrainer):
         metrics = MetricSum()
         with torch.no_grad():
             for start in range(0, len(self.eval_data), _EVAL_BLOCK):
-                rows = list(range(start, min(start + _EVAL_BLOCK, len(self.eval_data))))
-                for batch in self._micro_batches(self.eval_data, rows):
+                rows = range(start, min(start + _EVAL_BLOCK, len(self.eval_data)))
+                for batch in self._micro_batches(self.eval_data.fetch(rows)):
                     mask = batch.columns["mask"]
                     total = cross_entropy_sum(self.engine(batch).logprobs, mask)
                     metrics.add("eval gpt_loss", total, mask.sum(), TOKEN)
         return reduce_metrics(metrics)
 
 
-def read_data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SFTDataset, SFTDataset | None]:
+def read_data(
+    cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[SFTDataset | LazySFTDataset, SFTDataset | None]:
     """Rows to train on and, with ``--eval_dataset``, to evaluate on, as ids.
 
     Raises:
@@ -134,7 +145,7 @@ def read_data(cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[SFTDa
         eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
         check_sft_columns(eval_rows, style, cfg.eval_dataset)
         evaluation = build_sft_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
-    return build_sft_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
+    return open_sft_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
 
 
 def train(cfg: SFTConfig, world: World) -> None:
@@ -145,7 +156,7 @@ def train(cfg: SFTConfig, world: World) -> None:
         cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
     )
     data, eval_data = read_data(cfg, tokenizer)
-    steps = total_steps(cfg, len(data), world)
+    steps = total_steps(cfg, data.num_usable, world)
     optimizer, scheduler = optimizer_specs(cfg, steps)
     model = load_causal_lm(cfg.pretrain, cfg)
     policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > _AUX_LOSS_MIN)

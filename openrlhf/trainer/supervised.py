@@ -133,6 +133,10 @@ class SupervisedTrainer(ABC):
     def evaluate(self) -> dict[str, float]:
         """Metrics over the whole evaluation data, the same on every rank."""
 
+    def take_rows(self) -> list[int]:
+        """The rows of the next step, all that every rank trains on together."""
+        return self.order.take(self.cfg.train_batch_size)
+
     def hf_config(self) -> dict[str, Any] | None:
         """Entries of config.json to set when the model is saved."""
         return None
@@ -183,8 +187,9 @@ class SupervisedTrainer(ABC):
 
     def _train(self, step: int) -> dict[str, float]:
         self.engine.train()
-        rows = self.order.take(self.cfg.train_batch_size)
-        metrics = reduce_metrics(self.train_step(rows))
+        metrics = reduce_metrics(self.train_step(self.take_rows()))
+        if self.order.skipped:
+            metrics["skipped_rows"] = self.order.skipped
         metrics["epoch"] = self.order.consumed / self.order.num_rows
         if self.logger is not None:
             self.logger.log("train", step, metrics)

@@ -10,13 +10,18 @@ from data_cases import BOS_TEMPLATE, letters, merging
 from datasets import Dataset
 
 from openrlhf.config import SFTConfig
+from openrlhf.datasets import sft
+from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sft import (
     EMPTY_PROMPT,
     EMPTY_RESPONSE,
     TOO_LONG,
+    LazySFTDataset,
+    SFTDataset,
     SFTFormat,
     Tokenized,
     build_sft_dataset,
+    open_sft_dataset,
     tokenize_sft_row,
 )
 from openrlhf.datasets.sources import DataError
@@ -255,8 +260,9 @@ def test_dataset_counts_what_it_drops(workers: int, caplog: pytest.LogCaptureFix
     tokenizer = letters(eos="<eos>")
     data = build_sft_dataset(Dataset.from_list(ROWS), config(dataloader_num_workers=workers), tokenizer)
     assert data.dropped == {EMPTY_PROMPT: 1, EMPTY_RESPONSE: 1, TOO_LONG: 1}
-    assert data.lengths.tolist() == [6, 5] and data.num_targets.tolist() == [3, 4]
-    ids, mask = data[1]
+    assert len(data) == data.num_usable == 2
+    (first, _), (ids, mask) = data.fetch([0, 1])
+    assert tokenizer.decode(first) == "abcde<eos>"
     assert ids.dtype == np.int32 and mask.dtype == np.bool_
     assert tokenizer.decode(ids) == "fghi<eos>" and mask.tolist() == [False, True, True, True, True]
     assert [len(ids) for ids, _ in data.fetch([1, 0])] == [5, 6]
@@ -274,3 +280,52 @@ def test_missing_column_and_missing_response() -> None:
     nothing = SFTConfig(input_key="question", input_template=None)
     with pytest.raises(DataError, match="--output_key, --apply_chat_template or --pretrain_mode"):
         build_sft_dataset(rows, nothing, letters())
+
+
+class TestRowsOnDemand:
+    """Sources too large to be turned into ids first."""
+
+    @staticmethod
+    def lazy(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, **changes: Any) -> LazySFTDataset:
+        monkeypatch.setattr(sft, "AHEAD_ROWS", 4)
+        data = open_sft_dataset(Dataset.from_list(rows), config(**changes), letters(eos="<eos>"))
+        assert isinstance(data, LazySFTDataset)
+        return data
+
+    @staticmethod
+    def batches(data: Any, order: ResumableOrder, count: int) -> list[list[tuple[list[int], list[bool]]]]:
+        """Batches of 3 as ids and masks."""
+        taken = [data.fetch(data.take(order, 3)) for _ in range(count)]
+        return [[(ids.tolist(), mask.tolist()) for ids, mask in batch] for batch in taken]
+
+    def test_batches_are_those_of_rows_tokenized_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rows = [{"input": "abcdefg"[: 1 + i % 7], "output": "hijkl"[: 1 + i % 5]} for i in range(10)]
+        data = self.lazy(rows, monkeypatch)
+        ahead = open_sft_dataset(Dataset.from_list(rows), config(dataloader_num_workers=1), letters(eos="<eos>"))
+        assert isinstance(ahead, SFTDataset) and data.num_usable == len(data) == len(ahead) == 10
+        mine, theirs = (self.batches(each, ResumableOrder(10, 5), 8) for each in (data, ahead))
+        assert mine == theirs and len({str(batch) for batch in mine}) == 8
+
+    def test_unusable_rows_are_skipped_and_counted(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        data = self.lazy(ROWS, monkeypatch)
+        assert len(data) == 5 and data.num_usable == 2 and data.dropped == {}
+        order = ResumableOrder(len(data), seed=0)
+        expected = [row for row in ResumableOrder(5, seed=0).take(10) if row in (0, 2)]
+        assert data.take(order, 4) == expected[:4]
+        assert order.consumed - order.skipped == 4 and data.dropped.total() == order.skipped
+        taken_up = ResumableOrder(5, seed=0)
+        taken_up.load_state_dict(order.state_dict())
+        assert data.take(taken_up, 4) == data.take(order, 4)
+        assert "1 x " in caplog.text and "row" in caplog.text
+
+    def test_bad_rows_are_told_before_the_first_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(DataError, match="row 3: column 'output' is null"):
+            self.lazy([{"input": "a", "output": None if i == 3 else "b"} for i in range(9)], monkeypatch)
+        with pytest.raises(DataError, match="none of 6 rows tried can be trained on: 6 x empty response"):
+            self.lazy([{"input": "a", "output": ""}] * 6, monkeypatch)
+
+    def test_no_endless_search(self) -> None:
+        with pytest.raises(DataError, match="none of the 3 rows"):
+            ResumableOrder(3, seed=0).take(1, lambda row: False)
