@@ -37,7 +37,7 @@ class HTTPOptions:
 
     Attributes:
         batch_size: samples in one request.
-        max_connections: open connections over all servers, so also requests at the same time.
+        max_connections: open connections for each server: so many requests times servers at the same time.
         timeout: seconds for one try.
         max_tries: tries for one request, the first included; a try goes round all servers that work. With the
             waits below 8 tries outlast servers that are down for a minute.
@@ -62,6 +62,14 @@ class HTTPOptions:
 
 class _TryFailed(Exception):
     """One try failed in a way that may pass."""
+
+
+class _WrongForm(_TryFailed):
+    """The reply is JSON of the wrong form, with the RewardError that says so: another server may do better."""
+
+    def __init__(self, error: RewardError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(eq=False)
@@ -114,22 +122,21 @@ class HTTPReward:
             self._session = None
 
     async def _score_chunk(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
-        url, reply = await self._post_with_retries(chunk)
         try:
-            return parse_reply(reply, chunk, f"reward server {url}")
+            return await self._post_with_retries(chunk)
         except SingleValueReply:
             if not self._one_by_one:
                 self._one_by_one = True
                 logger.warning(
-                    "reward server %s returned one value for %d samples: it gets one sample per request "
-                    "from now on. Return one number per query to score batches.",
-                    url,
+                    "a reward server returned one value for %d samples: it gets one sample per request "
+                    "from now on. Return one number per query to score batches. Servers: %s",
                     len(chunk),
+                    self._urls(),
                 )
         parts = await gather_all([self._score_chunk([request]) for request in chunk])
         return [part[0] for part in parts]
 
-    async def _post_with_retries(self, chunk: Sequence[RewardRequest]) -> tuple[str, Any]:
+    async def _post_with_retries(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
         body = _encode(chunk)
         options = self.options
         retrying = tenacity.AsyncRetrying(
@@ -139,15 +146,16 @@ class HTTPReward:
             before_sleep=self._count_retry,
             reraise=True,
         )
-        names = chunk[0].sample + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else "")
         try:
-            return await retrying(self._try_servers, body, names)
+            return await retrying(self._try_servers, body, chunk)
         except _TryFailed as error:
             raise RewardError(
-                f"no reward for {names} after {options.max_tries} tries; the last: {error}. Is the server "
-                "up and reachable from this node? Servers: "
-                f"{', '.join(server.url for server in self._servers)}"
+                f"no reward for {_names(chunk)} after {options.max_tries} tries; the last: {error}. Is the server "
+                f"up and reachable from this node? Servers: {self._urls()}"
             ) from error
+
+    def _urls(self) -> str:
+        return ", ".join(server.url for server in self._servers)
 
     def _wait(self, state: tenacity.RetryCallState) -> float:
         options = self.options
@@ -160,28 +168,46 @@ class HTTPReward:
         wait = state.next_action.sleep if state.next_action is not None else 0.0
         logger.warning("try %d of a reward request failed (%s); next in %.1f s", state.attempt_number, error, wait)
 
-    async def _try_servers(self, body: bytes, names: str) -> tuple[str, Any]:
-        """One try: a server, and where it fails, at once each other server that is not resting."""
-        tried: list[_Server] = []
-        while True:
-            server = self._choose_server(tried)
-            try:
-                return await self._post(server, body, names)
-            except _TryFailed as error:
-                tried.append(server)
-                if not self._healthy(tried):
-                    raise
-                self.retries += 1
-                logger.warning("reward server failed (%s); asking another one", error)
+    async def _try_servers(self, body: bytes, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
+        """One try: a server, and where it fails, at once each other server that is not resting.
 
-    async def _post(self, server: _Server, body: bytes, names: str) -> tuple[str, Any]:
+        Raises:
+            _TryFailed: none of them answered.
+            RewardError: a refusal, or every server there is gave a reply of the wrong form.
+        """
         session, slots = self._connection()
-        server.in_flight += 1  # waiting for a connection is load, too
+        tried: list[_Server] = []
+        wrong = 0
+        # The server is chosen when there is room for the request, so one that hangs keeps its share of the room only.
+        async with slots:
+            while True:
+                server = self._choose_server(tried)
+                tried.append(server)
+                try:
+                    return await self._post(session, server, body, chunk)
+                except _WrongForm as error:
+                    wrong += 1
+                    if wrong == len(self._servers):
+                        raise error.error from error
+                    if len(tried) == len(self._servers):
+                        raise
+                    what: _TryFailed = error
+                except _TryFailed as error:
+                    if not self._healthy(tried):
+                        raise
+                    what = error
+                self.retries += 1
+                logger.warning("reward server failed (%s); asking another one", what)
+
+    async def _post(
+        self, session: aiohttp.ClientSession, server: _Server, body: bytes, chunk: Sequence[RewardRequest]
+    ) -> list[RewardResult]:
+        server.in_flight += 1
         server.sent += 1
         try:
-            async with slots, session.post(server.url, data=body, headers=_headers()) as response:
+            async with session.post(server.url, data=body, headers=_headers()) as response:
                 text = await response.text(errors="replace")
-                return server.url, self._read(server, response.status, text, names)
+                return self._read(server, response.status, text, chunk)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             self._rest(server)
             late = isinstance(error, asyncio.TimeoutError)
@@ -190,10 +216,10 @@ class HTTPReward:
         finally:
             server.in_flight -= 1
 
-    def _read(self, server: _Server, status: int, text: str, names: str) -> Any:
+    def _read(self, server: _Server, status: int, text: str, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
         if 400 <= status < 500 and status not in _RETRYABLE_CLIENT_ERRORS:
             raise RewardError(
-                f"reward server {server.url} refused the request for {names} with status {status}: "
+                f"reward server {server.url} refused the request for {_names(chunk)} with status {status}: "
                 f"{text[:_BODY_LIMIT]!r}",
                 isolatable=status in (400, 413, 422),
             )
@@ -205,19 +231,33 @@ class HTTPReward:
         except ValueError as error:
             self._rest(server)
             raise _TryFailed(f"{server.url}: the reply is not JSON: {text[:_BODY_LIMIT]!r}") from error
-        server.failures_in_a_row = 0
-        server.resting_until = 0.0
-        return reply
+        failures, server.failures_in_a_row, server.resting_until = server.failures_in_a_row, 0, 0.0
+        try:
+            return parse_reply(reply, chunk, f"reward server {server.url}")
+        except RewardError as error:
+            if error.isolatable:  # it is about a sample, and another server would say the same
+                raise
+            server.failures_in_a_row = failures
+            self._rest(server)
+            raise _WrongForm(error) from error
 
     def _healthy(self, without: Sequence[_Server]) -> list[_Server]:
+        """Servers that may be chosen. One that failed last proves itself with a single request first."""
         now = time.monotonic()
-        return [server for server in self._servers if server.resting_until <= now and server not in without]
+        return [
+            server
+            for server in self._servers
+            if server not in without
+            and server.resting_until <= now
+            and (server.failures_in_a_row == 0 or server.in_flight == 0)
+        ]
 
     def _choose_server(self, tried: Sequence[_Server]) -> _Server:
         healthy = self._healthy(tried)
         if healthy:
             return min(healthy, key=lambda server: (server.in_flight, server.sent))
-        return min(self._servers, key=lambda server: server.resting_until)
+        untried = [server for server in self._servers if server not in tried]
+        return min(untried, key=lambda server: server.resting_until)
 
     def _rest(self, server: _Server) -> None:
         """Keeps a failing server out of the choice, for longer with each failure in a row."""
@@ -228,13 +268,17 @@ class HTTPReward:
 
     def _connection(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
         if self._session is None or self._session.closed or self._slots is None:
-            limit = self.options.max_connections
+            limit = self.options.max_connections * len(self._servers)
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=limit),
                 timeout=aiohttp.ClientTimeout(total=self.options.timeout),
             )
             self._slots = asyncio.Semaphore(limit)
         return self._session, self._slots
+
+
+def _names(chunk: Sequence[RewardRequest]) -> str:
+    return chunk[0].sample + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else "")
 
 
 def _headers() -> dict[str, str]:

@@ -174,10 +174,6 @@ def test_a_server_that_stays_down_is_an_error_and_never_a_zero() -> None:
 
 
 def test_a_hung_server_ends_in_time() -> None:
-    async def hang(body: dict[str, Any]) -> web.Response:
-        await asyncio.sleep(60)
-        raise AssertionError
-
     async def use(reward: HTTPReward, servers: list[Server]) -> None:
         started = time.monotonic()
         with pytest.raises(RewardError, match="no answer within 1 s"):
@@ -249,6 +245,65 @@ def test_a_broken_server_is_avoided() -> None:
     started = time.monotonic()
     with_servers([statuses(500), label_server], use, HTTPOptions(first_wait=30.0))
     assert time.monotonic() - started < 15
+
+
+def short_list(body: dict[str, Any]) -> web.Response:
+    return web.json_response({"rewards": [9.0] * max(len(body["query"]) - 1, 2)})
+
+
+async def hang(body: dict[str, Any]) -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_faults_of_three_servers_lose_and_misplace_nothing(batch_size: int) -> None:
+    """One answers 500, one hangs, one leaves a value out: each answers rightly from its third request on."""
+
+    def recovering(fault: Answer) -> Answer:
+        calls = iter([fault, fault])
+        return lambda body: next(calls, label_server)(body)
+
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        client = RewardClient(reward, batch_size=8)
+        results = await asyncio.gather(*(client.score(request) for request in requests(200)))
+        assert [r and r.reward for r in results] == [float(i) for i in range(200)]
+        assert client.pop_metrics()["reward/failures"] == 0 and reward.retries >= 3
+        assert all(len(server.bodies) > 2 for server in servers)
+
+    options = HTTPOptions(batch_size, timeout=0.5, first_wait=0.01, max_wait=0.02, jitter=0.0, max_tries=6)
+    with_servers([recovering(fault) for fault in (statuses(500), hang, short_list)], use, options)
+
+
+@pytest.mark.parametrize("fault", [statuses(500), hang, short_list], ids=["status 500", "hangs", "short list"])
+def test_a_server_that_stays_faulty_beside_a_good_one_costs_no_sample(fault: Answer) -> None:
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        for count in (90, 10):
+            results = await reward.score(requests(count))
+            assert [r.reward for r in results] == [float(i) for i in range(count)]
+        assert len(servers[0].bodies) <= 15 + 1  # its half of the first wave; later it has to prove itself
+
+    with_servers([fault, label_server], use, HTTPOptions(3, timeout=0.3, first_wait=0.1))
+
+
+def test_three_servers_that_stay_faulty_are_an_error_that_names_one() -> None:
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        with pytest.raises(RewardError, match="after 2 tries; the last: "):
+            await reward.score(requests(4))
+        assert all(server.bodies for server in servers)
+
+    with_servers([statuses(500), hang, short_list], use, HTTPOptions(4, timeout=0.3, first_wait=0.01, max_tries=2))
+
+
+def test_a_server_that_hangs_leaves_the_connections_of_the_others() -> None:
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        waiting = asyncio.ensure_future(asyncio.gather(*(reward.score([request]) for request in requests(40))))
+        while len(servers[1].bodies) < 36:
+            await asyncio.sleep(0.001)
+        assert not waiting.done() and len(servers[0].bodies) == 4
+        waiting.cancel()
+
+    with_servers([hang, label_server], use, HTTPOptions(timeout=5.0, max_connections=4))
 
 
 def test_with_all_servers_down_each_is_asked_in_every_try() -> None:
