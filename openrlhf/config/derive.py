@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from openrlhf.config.commands import PPOConfig, SupervisedOptions, TrainerOptions
 from openrlhf.config.datasource import parse_sources
@@ -162,46 +161,6 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
         if cfg.colocate_critic_reward and "critic" in gpus:
             guests.add("reward")
     return gpus, sum(count for role, count in gpus.items() if role not in guests)
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Everything about the optimizer of one model (see the flags of the same names)."""
-
-    optim: str
-    learning_rate: float
-    adam_betas: tuple[float, float]
-    adam_eps: float
-    l2: float
-    max_norm: float
-    lr_scheduler: str
-    lr_warmup_ratio: float
-    min_lr_ratio: float
-    muon_lr: float
-    muon_momentum: float
-
-
-def optimizer_settings(cfg: TrainerOptions, role: str = "actor") -> OptimizerSettings:
-    """The optimizer settings of the trained model; of train_ppo_ray, those of the actor or the critic."""
-    prefix = "critic_" if role == "critic" else ""
-
-    def setting(name: str) -> Any:
-        return getattr(cfg, prefix + name)
-
-    rate = getattr(cfg, f"{role}_learning_rate") if isinstance(cfg, PPOConfig) else setting("learning_rate")
-    return OptimizerSettings(
-        optim=setting("optim"),
-        learning_rate=rate,
-        adam_betas=setting("adam_betas"),
-        adam_eps=setting("adam_eps"),
-        l2=setting("l2"),
-        max_norm=setting("max_norm"),
-        lr_scheduler=setting("lr_scheduler"),
-        lr_warmup_ratio=setting("lr_warmup_ratio"),
-        min_lr_ratio=setting("min_lr_ratio"),
-        muon_lr=setting("muon_lr"),
-        muon_momentum=setting("muon_momentum"),
-    )
 
 
 def count_rows(cfg: TrainerOptions) -> int | None:

@@ -218,7 +218,6 @@ class ActorCriticOptions(OptionGroup):
         "muon_ns_steps of the critic",
         "critic.muon.ns_steps",
         since="0.11",
-        no_effect="DeepSpeed's Muon has a fixed number of steps",
     )
     critic_muon_nesterov: bool | None = flag(
         None,
@@ -226,5 +225,4 @@ class ActorCriticOptions(OptionGroup):
         "critic.muon.nesterov",
         negated=("critic.muon.no_nesterov",),
         since="0.11",
-        no_effect="DeepSpeed's Muon always uses it",
     )

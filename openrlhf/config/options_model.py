@@ -144,7 +144,7 @@ class OptimizerOptions(OptionGroup):
 
     l2: float = flag(
         0.0,
-        "AdamW weight decay; biases and norm weights are exempt",
+        "weight decay, not through the gradient; biases and norm weights are exempt",
         "adam.weight_decay",
         "actor.adam.weight_decay",
     )
@@ -170,7 +170,14 @@ class OptimizerOptions(OptionGroup):
         "min_lr_ratio",
         "actor.min_lr_ratio",
     )
-    optim: str = flag("adam", "optimizer", "optim", "actor.optim", choices=("adam", "muon"), since="0.11")
+    optim: str = flag(
+        "adam",
+        "adam is AdamW; muon trains the hidden matrices with Muon and embeddings, heads, norms and biases with AdamW",
+        "optim",
+        "actor.optim",
+        choices=("adam", "muon"),
+        since="0.11",
+    )
     muon_lr: float = flag(0.02, "learning rate of the matrices under Muon", "muon.lr", "actor.muon.lr", since="0.11")
     muon_momentum: float = flag(0.95, "momentum of Muon", "muon.momentum", "actor.muon.momentum", since="0.11")
     muon_ns_steps: int = flag(
@@ -179,7 +186,6 @@ class OptimizerOptions(OptionGroup):
         "muon.ns_steps",
         "actor.muon.ns_steps",
         since="0.11",
-        no_effect="DeepSpeed's Muon has a fixed number of steps",
     )
     muon_nesterov: bool = flag(
         True,
@@ -188,7 +194,6 @@ class OptimizerOptions(OptionGroup):
         "actor.muon.nesterov",
         negated=("muon.no_nesterov", "actor.muon.no_nesterov"),
         since="0.11",
-        no_effect="DeepSpeed's Muon always uses it",
     )
 
 

@@ -198,6 +198,13 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
         )
     if cfg.zpg > 1 and cfg.zero_stage != 3:
         yield Violation("zpg", f"belongs to ZeRO-3, but --zero_stage is {cfg.zero_stage}", "use --zero_stage 3")
+    muon = next((flag for flag in ("optim", "critic_optim") if flag_value(cfg, flag) == "muon"), None)
+    if muon is not None and flag_value(cfg, "adam_offload"):
+        problem = "muon multiplies matrices, which takes too long on the CPU, where --adam_offload updates the weights"
+        yield Violation(muon, problem, "leave out --adam_offload, or use adam")
+    if muon is not None and cfg.use_ds_universal_ckpt:
+        problem = "muon has no second moments, which DeepSpeed's universal format needs"
+        yield Violation(muon, problem, "leave out --use_ds_universal_ckpt, or use adam")
 
 
 def _check_data(cfg: DataOptions) -> Iterator[Violation]:

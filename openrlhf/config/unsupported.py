@@ -44,10 +44,6 @@ NOT_YET: dict[str, NotYet] = {
     "freeze_visual_encoder": NotYet(
         lambda cfg: cfg.freeze_visual_encoder, "training vision models is not available", "leave it out"
     ),
-    "optim": NotYet(lambda cfg: cfg.optim == "muon", "Muon is not available", "use --optim adam"),
-    "critic_optim": NotYet(
-        lambda cfg: cfg.critic_optim == "muon" and cfg.optim != "muon", "Muon is not available", "use adam"
-    ),
     "deepcompile": NotYet(lambda cfg: cfg.deepcompile, "DeepCompile is not available", "leave it out"),
     "vllm_sync_with_ray": NotYet(
         lambda cfg: cfg.vllm_sync_with_ray,

@@ -25,6 +25,7 @@ from openrlhf.utils.logging import get_logger
 from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.deepspeed_engine import NonFiniteError, OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import DistributedError, World, init_distributed, shutdown
+from openrlhf.workers.optimizer import optimizer_spec
 
 logger = get_logger(__name__)
 
@@ -76,9 +77,9 @@ def total_steps(cfg: SupervisedConfig, num_rows: int, world: World) -> int:
 
 
 def optimizer_specs(cfg: SupervisedConfig, steps: int) -> tuple[OptimizerSpec, SchedulerSpec]:
-    """AdamW and its schedule, as the flags say."""
+    """The optimizer and its schedule, as the flags say."""
     return (
-        OptimizerSpec(cfg.learning_rate, cfg.adam_betas, cfg.adam_eps, cfg.l2),
+        optimizer_spec(cfg, cfg.learning_rate),
         SchedulerSpec(cfg.lr_scheduler, steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
     )
 

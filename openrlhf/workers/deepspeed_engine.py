@@ -25,6 +25,7 @@ from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.distributed import all_reduce_sum, barrier
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
+from openrlhf.workers.muon import MuonWithAdamW
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
 
 logger = get_logger(__name__)
@@ -180,6 +181,8 @@ class TrainEngine:
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=built, lr_scheduler=schedule, config=config, dist_init_required=False
             )
+            if isinstance(built, MuonWithAdamW):
+                built.bind(self._engine.optimizer)
             if getattr(opts, "deepcompile", False):
                 self._engine.compile()
         elif self._stage == 3:
@@ -541,7 +544,7 @@ class TrainEngine:
         if self._frozen is not None:
             self._frozen.to_cpu()
         elif self.training and not self.opts.adam_offload:
-            with _any_adam_may_sleep():
+            with _any_optimizer_may_sleep(self._engine.optimizer):
                 self._engine.offload_states(pin_memory=True, non_blocking=True)
         platform.synchronize()
         platform.empty_cache()
@@ -560,12 +563,12 @@ class TrainEngine:
 
 
 @contextlib.contextmanager
-def _any_adam_may_sleep() -> Iterator[None]:
-    """ZeRO-3 offloads only FusedAdam, which it tests for by its class; the states of torch's AdamW are the same."""
+def _any_optimizer_may_sleep(zero: Any) -> Iterator[None]:
+    """ZeRO-3 offloads only FusedAdam, which it tests for by its class; the states of ours have the same names."""
     from deepspeed.ops.adam import fused_adam
 
     original = fused_adam.FusedAdam
-    fused_adam.FusedAdam = torch.optim.AdamW
+    fused_adam.FusedAdam = type(getattr(zero, "optimizer", zero))
     try:
         yield
     finally:

@@ -213,7 +213,7 @@ class PolicyWorker(TrainedWorker):
         from openrlhf.models.logprobs import PolicyModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
         from openrlhf.workers.objectives import PolicyObjective
-        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
+        from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
 
         load_custom_algorithms(cfg)
         self.objective = PolicyObjective(cfg)
@@ -221,7 +221,7 @@ class PolicyWorker(TrainedWorker):
         return TrainEngine(
             PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > 0),
             cfg,
-            optimizer=OptimizerSpec(cfg.actor_learning_rate, cfg.adam_betas, cfg.adam_eps, cfg.l2),
+            optimizer=optimizer_spec(cfg, cfg.actor_learning_rate),
             scheduler=SchedulerSpec(cfg.lr_scheduler, total_steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
             average_decay=cfg.ema_beta if cfg.enable_ema else None,
         )
@@ -293,7 +293,7 @@ class CriticWorker(TrainedWorker):
         from openrlhf.models.logprobs import ValueModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
         from openrlhf.workers.objectives import ValueObjective
-        from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
+        from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
 
         own = critic_options(cfg)
         self.objective = ValueObjective(cfg)
@@ -302,7 +302,7 @@ class CriticWorker(TrainedWorker):
         return TrainEngine(
             ValueModel(model, packing=cfg.packing_samples),
             own,
-            optimizer=OptimizerSpec(cfg.critic_learning_rate, own.adam_betas, own.adam_eps, own.l2),
+            optimizer=optimizer_spec(own, cfg.critic_learning_rate),
             scheduler=SchedulerSpec(own.lr_scheduler, total_steps, own.lr_warmup_ratio, own.min_lr_ratio),
         )
 
@@ -320,8 +320,9 @@ class CriticWorker(TrainedWorker):
 
 def critic_options(cfg: PPOConfig) -> PPOConfig:
     """The configuration with the critic's own optimizer flags, where given, in the place of the actor's."""
-    names = ("max_norm", "l2", "adam_betas", "adam_eps", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio")
-    own = {name: getattr(cfg, f"critic_{name}") for name in names}
+    names = ("max_norm", "l2", "adam_betas", "adam_eps", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio", "optim")
+    muon = ("muon_lr", "muon_momentum", "muon_ns_steps", "muon_nesterov")
+    own = {name: getattr(cfg, f"critic_{name}") for name in (*names, *muon)}
     return dataclasses.replace(cfg, **{name: value for name, value in own.items() if value is not None})
 
 

@@ -1,11 +1,11 @@
-"""AdamW and its learning-rate schedule."""
+"""The optimizer, AdamW or Muon with AdamW, and its learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,18 +14,46 @@ from transformers import get_scheduler
 
 from openrlhf import platform
 from openrlhf.models.partition import full_shape
+from openrlhf.workers.muon import MuonSpec, MuonWithAdamW, hidden_matrices
 
 _MIN_LR_SCHEDULERS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """AdamW (https://arxiv.org/abs/1711.05101). Biases and norm weights are not decayed."""
+    """AdamW (https://arxiv.org/abs/1711.05101). Biases and norm weights are not decayed.
+
+    With ``muon``, that trains the hidden matrices, and AdamW the rest.
+    """
 
     lr: float
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    muon: MuonSpec | None = None
+
+
+class OptimizerFlags(Protocol):
+    """The flags of the optimizer (any config object with these fields will do)."""
+
+    param_dtype: str
+    adam_betas: tuple[float, float]
+    adam_eps: float
+    l2: float
+    optim: str
+    muon_lr: float
+    muon_momentum: float
+    muon_ns_steps: int
+    muon_nesterov: bool
+
+
+def optimizer_spec(cfg: OptimizerFlags, lr: float) -> OptimizerSpec:
+    """The optimizer that the flags describe, with AdamW's peak learning rate."""
+    muon = None
+    if cfg.optim == "muon":
+        dtype = torch.float32 if cfg.param_dtype == "fp32" else torch.bfloat16
+        muon = MuonSpec(cfg.muon_lr, cfg.muon_momentum, cfg.muon_ns_steps, cfg.muon_nesterov, dtype)
+    return OptimizerSpec(lr, cfg.adam_betas, cfg.adam_eps, cfg.l2, muon)
 
 
 @dataclass(frozen=True)
@@ -45,9 +73,11 @@ class SchedulerSpec:
     min_lr_ratio: float = 0.1
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, without: Collection[nn.Parameter] = ()
+) -> list[dict[str, Any]]:
     """Trainable parameters in two groups; the one-dimensional ones (biases, norms) without weight decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad and p not in without]
     groups = [
         {"params": [p for p in trainable if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if len(full_shape(p)) < 2], "weight_decay": 0.0},
@@ -56,7 +86,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(model: nn.Module, spec: OptimizerSpec, offload: bool) -> torch.optim.Optimizer:
-    """AdamW over a model's trainable parameters.
+    """The optimizer of a model's trainable parameters. With Muon, its groups come last.
 
     Args:
         offload: states and update on the CPU (``--adam_offload``), by DeepSpeed's vectorised C++ kernel.
@@ -64,9 +94,15 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec, offload: bool) -> tor
     Raises:
         RuntimeError: nothing is trainable, or the C++ kernel can't be compiled.
     """
-    groups = parameter_groups(model, spec.weight_decay)
-    if not groups:
+    chosen = hidden_matrices(model) if spec.muon is not None else set()
+    matrices = [p for p in model.parameters() if p.requires_grad and p in chosen]
+    groups = parameter_groups(model, spec.weight_decay, chosen)
+    if not groups and not matrices:
         raise RuntimeError("the model has no trainable parameter")
+    if spec.muon is not None and matrices:
+        adamw = _adamw(groups, spec) if groups else None
+        muon = {"params": matrices, "lr": spec.muon.lr, "weight_decay": spec.weight_decay, "muon": True}
+        return MuonWithAdamW([*({**g, "muon": False} for g in groups), muon], spec.muon, adamw)
     if offload:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -77,6 +113,10 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec, offload: bool) -> tor
                 f"--adam_offload compiles DeepSpeed's CPU Adam at first use, and that failed; it needs g++ and ninja "
                 f"({error})"
             ) from error
+    return _adamw(groups, spec)
+
+
+def _adamw(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=platform.fused_optimizer())
 
 

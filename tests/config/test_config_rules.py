@@ -571,6 +571,13 @@ class TestOthers:
         assert "start 2 or 4 ranks" in found["ring_attn_size"]
 
 
+def test_muon_needs_its_matrices_on_the_device_and_has_no_second_moments() -> None:
+    for command, flag in (("train_sft", "optim"), (PPO, "critic_optim")):
+        assert flag not in violations(command, f"--{flag}", "muon")
+        assert "--adam_offload" in violations(command, f"--{flag}", "muon", "--adam_offload")[flag]
+        assert "universal" in violations(command, f"--{flag}", "muon", "--use_ds_universal_ckpt")[flag]
+
+
 def test_features_that_are_not_there_are_refused() -> None:
     defaults = PPOConfig()
     for flag, entry in NOT_YET.items():

@@ -14,7 +14,6 @@ from openrlhf.config.derive import (
     count_rows,
     derive,
     gpus_per_role,
-    optimizer_settings,
     optimizer_steps,
     prompt_limit,
 )
@@ -147,19 +146,6 @@ def test_prompt_limit(values: dict[str, Any], limit: int) -> None:
 )
 def test_gpus(values: dict[str, Any], gpus: dict[str, int], total: int) -> None:
     assert gpus_per_role(ppo(**values)) == (gpus, total)
-
-
-def test_optimizer_settings_of_each_model() -> None:
-    config = ppo(max_norm=0.5, critic_l2=0.1, adam_betas=(0.8, 0.9), critic_learning_rate=1e-3)
-    actor, critic = optimizer_settings(config), optimizer_settings(config, "critic")
-    assert (actor.learning_rate, actor.l2, actor.max_norm, actor.adam_betas) == (1e-6, 0.0, 0.5, (0.8, 0.9))
-    assert (critic.learning_rate, critic.l2, critic.max_norm, critic.adam_betas) == (
-        1e-3,
-        0.1,
-        0.5,
-        (0.8, 0.9),
-    )
-    assert optimizer_settings(dpo()).learning_rate == 1e-5
 
 
 def test_rows_of_files(tmp_path: Path) -> None:

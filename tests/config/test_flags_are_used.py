@@ -22,11 +22,6 @@ FILLED_INTO = {
     "use_icepop": "vllm_is_correction_type",
     "vllm_is_correction_level": "vllm_is_correction_type",
     "vllm_is_correction_mode": "vllm_is_correction_type",
-    # These belong to a flag that is refused.
-    "muon_lr": "optim",
-    "muon_momentum": "optim",
-    "critic_muon_lr": "critic_optim",
-    "critic_muon_momentum": "critic_optim",
 }
 
 

@@ -250,8 +250,6 @@ class TestOthers:
             (PPO, ["--perf"]),
             (PPO, ["--actor_init_on_gpu"]),
             ("train_sft", ["--train_split", "test"]),
-            ("train_sft", ["--muon.ns_steps", "3"]),
-            (PPO, ["--critic.muon.ns_steps", "3"]),
         ],
     )
     def test_flags_without_effect_are_noted(self, command: str, flags: list[str]) -> None:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from openrlhf.workers.deepspeed_engine import (  # noqa: E402
     TrainEngine,
 )
 from openrlhf.workers.distributed import all_reduce_sum, init_distributed, shutdown  # noqa: E402
+from openrlhf.workers.muon import MuonSpec  # noqa: E402
 from openrlhf.workers.optimizer import build_optimizer, build_scheduler  # noqa: E402
 
 LENGTHS = (3, 9, 2, 7, 8, 5)
@@ -142,6 +144,78 @@ def equality(cases: Cases) -> None:
         engine = cases.engine(zero_stage=stage, lora_rank=4)
         figures = [cases.step(engine) for _ in range(3)]
         cases.results[f"lora zero{stage}"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
+
+
+def muon_loop(path: str, spec: OptimizerSpec) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Three steps of a plain loop whose updates of matrices are made in float64, from singular values; the weights."""
+    assert spec.muon is not None
+    model = PolicyModel(load_causal_lm(path, options()))
+    named = dict(model.hf_model.named_parameters())
+    matrices = {name: torch.zeros_like(p).double() for name, p in named.items() if p.ndim == 2 and ".layers." in name}
+    rest = [(n, p) for n, p in named.items() if n not in matrices]
+    decays = [([p for _, p in rest if p.ndim == 2], spec.weight_decay), ([p for _, p in rest if p.ndim == 1], 0.0)]
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays]
+    adam = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps)
+    schedule = build_scheduler(adam, SCHEDULE, spec.lr)
+    rows = []
+    for _ in range(3):
+        loss = -model(packed(ITEMS)).logprobs.sum() / TARGETS
+        loss.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        rate = adam.param_groups[0]["lr"]
+        for name, momentum in matrices.items():
+            weight, grad = named[name], named[name].grad.double()
+            momentum.mul_(spec.muon.momentum).add_(grad, alpha=1 - spec.muon.momentum)
+            u, s, vt = torch.linalg.svd(0.05 * grad + 0.95 * momentum, full_matrices=False)
+            s = s / s.norm()
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            update = u @ s.diag() @ vt * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
+            rate_here = spec.muon.lr * rate / spec.lr
+            weight.data = (weight.double() * (1 - rate_here * spec.weight_decay) - rate_here * update).float()
+        adam.step()
+        model.zero_grad()
+        schedule.step()
+        rows.append([float(loss.detach()), norm, rate])
+    return rows, {name: p.detach() for name, p in named.items()}
+
+
+def muon(cases: Cases) -> None:
+    """Muon in all stages: the steps of the reference, and the same bits after a resume."""
+    for name, path in (("", cases.model), (" tied", cases.tied)):
+        spec = replace(SPEC, muon=MuonSpec(0.02, 0.95))
+        rows, expected = muon_loop(path, spec)
+        cases.results[f"plain muon{name}"] = rows
+        for stage in range(4) if not name else (2,):
+            opts = options(zero_stage=stage)
+
+            def start(opts: Any = opts, path: str = path, spec: OptimizerSpec = spec) -> TrainEngine:
+                return TrainEngine(PolicyModel(load_causal_lm(path, opts)), opts, spec, SCHEDULE)
+
+            engine = start()
+            figures = [cases.step(engine) for _ in range(2)]
+            root = cases.folder / f"muon{stage}_{cases.ranks}"
+            resumable = stage > 1 and not name
+            if resumable:
+                engine.save_checkpoint(root, "step", {})
+            figures += [cases.step(engine)]
+            got = cases.weights(engine)
+            cases.results[f"muon zero{stage}{name}"] = {
+                "figures": [[loss, s.grad_norm, s.lr] for loss, s in figures],
+                "gap": max(float((got[n] - expected[n]).abs().max()) for n in got),
+            }
+            if resumable:
+                other = start()
+                other.load_checkpoint(root)
+                same = cases.step(other) == figures[-1]
+                weights = cases.weights(other)
+                cases.results[f"muon zero{stage} resumed"] = same and all(torch.equal(got[n], weights[n]) for n in got)
+    for stage in (0, 3):
+        opts = options(zero_stage=stage, param_dtype="bf16")
+        coarse = replace(SPEC, muon=MuonSpec(0.02, 0.95, dtype=torch.bfloat16))
+        engine = TrainEngine(PolicyModel(load_causal_lm(cases.model, opts)), opts, coarse, SCHEDULE)
+        figures = [cases.step(engine) for _ in range(3)]
+        cases.results[f"muon zero{stage} bf16"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
 
 
 def zero3_loading(cases: Cases) -> None:
@@ -415,6 +489,7 @@ def main() -> None:
     cases = Cases(rank, ranks, folder)
     for part in (
         equality,
+        muon,
         zero3_loading,
         checkpoints,
         refused_checkpoints,

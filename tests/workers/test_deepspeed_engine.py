@@ -85,6 +85,21 @@ def test_tied_weights_and_adapters_train_alike(results: dict[str, Any], kind: st
     assert largest_difference(results[f"{kind} zero{stage}"], results[f"plain {kind}"]) < 1e-5
 
 
+@pytest.mark.parametrize("variant", [*(f"zero{stage}" for stage in STAGES), "zero2 tied"])
+def test_muon_orthogonalizes_whole_matrices(results: dict[str, Any], variant: str) -> None:
+    """Whatever part of a matrix a rank has, its update is that of a float64 reference from singular values."""
+    plain = results["plain muon tied" if "tied" in variant else "plain muon"]
+    assert largest_difference(results[f"muon {variant}"]["figures"], plain) < 2e-6
+    # the iterations enlarge rounding in directions without gradient up to 500 times
+    assert results[f"muon {variant}"]["gap"] < 1e-4
+
+
+def test_muon_in_bf16_and_after_a_resume(results: dict[str, Any]) -> None:
+    for stage in (0, 3):
+        assert largest_difference(results[f"muon zero{stage} bf16"], results["plain muon"]) < 0.02
+    assert results["muon zero2 resumed"] and results["muon zero3 resumed"]
+
+
 def test_partitioned_loading_gives_the_same_model(results: dict[str, Any]) -> None:
     assert results["zero3_init equal"]
     assert results["zero3_init steps"] == pytest.approx([row[0] for row in results["plain tied"]], rel=1e-6)

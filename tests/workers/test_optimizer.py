@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from openrlhf.workers.muon import MuonSpec, hidden_matrices, orthogonalize
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler, schedule
 
 
@@ -75,3 +77,49 @@ def test_biases_and_norms_are_not_decayed() -> None:
 def test_nothing_to_train() -> None:
     with pytest.raises(RuntimeError, match="no trainable parameter"):
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), OptimizerSpec(1e-3), offload=False)
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4), (3, 5, 8)])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_orthogonalize_changes_singular_values_only(shape: tuple[int, ...], steps: int) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / matrix.norm(dim=(-2, -1))[..., None]
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    scale = max(1.0, shape[-2] / shape[-1]) ** 0.5
+    expected = u @ torch.diag_embed(s) @ vt * scale
+    torch.testing.assert_close(orthogonalize(matrix, steps, torch.float64), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        orthogonalize(matrix.float(), steps, torch.bfloat16).double(), expected, atol=0.1, rtol=0
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_gets_experts_and_matrices_but_no_embeddings_heads_or_norms(tied: bool) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 6, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 3}
+    config = Qwen3MoeConfig(vocab_size=16, tie_word_embeddings=tied, mlp_only_layers=[], **sizes, **heads)
+    model = AutoModelForCausalLM.from_config(config)
+    chosen = hidden_matrices(model)
+    names = {name.removeprefix("model.layers.0.") for name, p in model.named_parameters() if p in chosen}
+    attention = {f"self_attn.{part}_proj.weight" for part in "qkvo"}
+    assert names == {*attention, "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    spec = OptimizerSpec(1e-3, weight_decay=0.1, muon=MuonSpec(lr=0.02))
+    optimizer = build_optimizer(model, spec, offload=False)
+    settings = [(g["muon"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert settings == [(False, 1e-3, 0.1), (False, 1e-3, 0.0), (True, 0.02, 0.1)]
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+
+
+def test_muon_without_nesterov_follows_the_momentum() -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    before, grads = model[0].weight.detach().clone(), [torch.randn(4, 3), torch.randn(4, 3)]
+    muon = MuonSpec(lr=0.1, momentum=0.8, ns_steps=2, nesterov=False)
+    optimizer = build_optimizer(model, OptimizerSpec(1e-3, muon=muon), offload=False)
+    for grad in grads:
+        model[0].weight.grad = grad
+        optimizer.step()
+    first, second = 0.2 * grads[0], 0.8 * 0.2 * grads[0] + 0.2 * grads[1]
+    moved = orthogonalize(first, 2, torch.float32) + orthogonalize(second, 2, torch.float32)
+    torch.testing.assert_close(model[0].weight.detach(), before - 0.1 * moved)
