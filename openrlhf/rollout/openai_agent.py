@@ -10,10 +10,9 @@ import asyncio
 import copy
 import json
 import logging
-import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +20,12 @@ from aiohttp import web
 
 from openrlhf.rollout.agents import AgentExecutorBase
 from openrlhf.rollout.errors import AgentError, EngineError
+from openrlhf.rollout.openai_wire import Refused, ToolReply, chat_message, plain_messages, reply_body, stream_lines
 
 logger = logging.getLogger(__name__)
 
 
-class _Refused(Exception):
-    """A request that can't be served; the message goes to the client."""
+_TextOf = Callable[[Mapping[str, Any], "_Session"], str]
 
 
 @dataclass
@@ -50,6 +49,7 @@ class _Session:
     tokenizer: Any
     engine: Any
     conversations: list[_Conversation] = field(default_factory=list)
+    tool_replies: dict[str, ToolReply] = field(default_factory=dict)
     last: _Conversation | None = None
 
     async def complete(self, text: str, limit: int | None, stop: list[str]) -> tuple[Any, int]:
@@ -59,7 +59,7 @@ class _Session:
         if room <= 0:
             conversation.truncated = True
             self.last = conversation if conversation.ranges else self.last
-            raise _Refused(f"context_length_exceeded: {len(conversation.ids)} tokens, the limit is {self.max_length}")
+            raise Refused(f"context_length_exceeded: {len(conversation.ids)} tokens, the limit is {self.max_length}")
         params = copy.deepcopy(self.sampling_params)
         limits = [room, *(number for number in (params.max_tokens, limit) if number is not None)]
         params.max_tokens = min(limits)
@@ -105,7 +105,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     Requests are sampled with the options of the training run; of a request's own options only `stop`, `max_tokens`
     and `max_completion_tokens` count, because training assumes the others. A request that continues no earlier text
     (another conversation, or a chat template that changes earlier turns) starts a new row. The row of the last
-    reply is the one that is trained on; the extra log `conversations` counts the rows.
+    reply is the one that is trained on; the extra log `conversations` counts the rows. Streamed replies come in one
+    piece, when all of it has been sampled.
     """
 
     def __init__(self) -> None:
@@ -187,83 +188,56 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             self._port = runner.addresses[0][1]
             self._runner = runner
 
-    async def _chat(self, request: web.Request) -> web.Response:
-        def text_of(body: Mapping[str, Any], tokenizer: Any) -> str:
-            messages = _plain_messages(body.get("messages"))
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        def text_of(body: Mapping[str, Any], session: _Session) -> str:
+            messages = plain_messages(body.get("messages"), session.tool_replies)
             options = {"tools": body.get("tools"), "tokenize": False, "add_generation_prompt": True}
             try:
-                return tokenizer.apply_chat_template(messages, **options)
+                return session.tokenizer.apply_chat_template(messages, **options)
             except Exception as error:  # templates are programs of the model's makers; the client gets their words
-                raise _Refused(f"the chat template refuses these messages: {error}") from error
+                raise Refused(f"the chat template refuses these messages: {error}") from error
 
         return await self._answer(request, text_of, chat=True)
 
-    async def _completion(self, request: web.Request) -> web.Response:
-        def text_of(body: Mapping[str, Any], tokenizer: Any) -> str:
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        def text_of(body: Mapping[str, Any], session: _Session) -> str:
             if not isinstance(body.get("prompt"), str):
-                raise _Refused("prompt must be one text")
+                raise Refused("prompt must be one text")
             return body["prompt"]
 
         return await self._answer(request, text_of, chat=False)
 
-    async def _answer(self, request: web.Request, text_of: Any, *, chat: bool) -> web.Response:
+    async def _answer(self, request: web.Request, text_of: _TextOf, *, chat: bool) -> web.StreamResponse:
         session = self._sessions.get(request.match_info["episode"])
         try:
             if session is None:
-                raise _Refused("this episode is over")
+                raise Refused("this episode is over")
             body = await request.json()
             if not isinstance(body, dict):
-                raise _Refused("the body must be a JSON object")
-            for name, allowed in (("stream", (None, False)), ("n", (None, 1))):
-                if body.get(name) not in allowed:
-                    raise _Refused(f"{name}={body[name]!r} is not supported")
+                raise Refused("the body must be a JSON object")
+            if body.get("n") not in (None, 1):
+                raise Refused(f"n={body['n']!r} is not supported")
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             stop = body.get("stop") or []
-            text = text_of(body, session.tokenizer)
+            text = text_of(body, session)
             output, used = await session.complete(text, limit, [stop] if isinstance(stop, str) else stop)
-        except (_Refused, AgentError, json.JSONDecodeError) as error:
+        except (Refused, AgentError, json.JSONDecodeError) as error:
             return _error(400, "invalid_request_error", error)
         except EngineError as error:  # the engine's record of it ends the episode, whatever the client does
             return _error(500, "engine_error", error)
-        return web.json_response(_completion_body(body, output, used, chat))
-
-
-def _plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages with their content as text: clients may send it as a list of text parts."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        raise _Refused("messages must be a list of messages")
-    plain = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            kinds = {part.get("type") for part in content if isinstance(part, dict)}
-            if kinds != {"text"}:
-                raise _Refused(f"message content of type {sorted(map(str, kinds))} is not supported, only text")
-            message = {**message, "content": "".join(part["text"] for part in content)}
-        plain.append(message)
-    return plain
-
-
-def _completion_body(body: Mapping[str, Any], output: Any, prompt_tokens: int, chat: bool) -> dict[str, Any]:
-    """A reply in the form of OpenAI's API."""
-    choice = {"index": 0, "finish_reason": output.finish_reason, "logprobs": None}
-    if chat:
-        choice["message"] = {"role": "assistant", "content": output.text}
-    else:
-        choice["text"] = output.text
-    sampled = len(output.token_ids)
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(time.time()),
-        "model": body.get("model", "policy"),
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": prompt_tokens + sampled,
-        },
-    }
+        message = None
+        if chat:
+            message = chat_message(output.text, bool(body.get("tools")) and body.get("tool_choice") != "none")
+            if "tool_calls" in message:
+                session.tool_replies[message["tool_calls"][0]["id"]] = ToolReply(output.text, message)
+        reply = reply_body(body, output, used, message)
+        if not body.get("stream"):
+            return web.json_response(reply)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        for line in stream_lines(reply, body.get("stream_options")):
+            await response.write(line.encode())
+        return response
 
 
 def _error(status: int, kind: str, error: Exception) -> web.Response:

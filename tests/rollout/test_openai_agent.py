@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,15 +24,19 @@ from openrlhf.utils.agent import OpenAIAgentExecutor
 class ChatTokenizer(LetterTokenizer):
     """Letters with a template like ChatML: U:text<eos>\\nA:..."""
 
-    letters = LetterTokenizer.letters + "UAST:"
+    letters = LetterTokenizer.letters + 'UAST:<>_/{}",'
 
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
         assert options == {"tokenize": False, "add_generation_prompt": True}
         if messages[0]["role"] == "bad":
             raise ValueError("unknown role")
         text = "T:tools\n" if tools else ""
-        text += "".join(f"{m['role'][0].upper()}:{m['content'].strip()}<eos>\n" for m in messages)
+        text += "".join(f"{m['role'][0].upper()}:{self.written(m).strip()}<eos>\n" for m in messages)
         return text + "A:"
+
+    def written(self, message: dict[str, Any]) -> str:
+        calls = [f"<tool_call>{call['function']['name']}</tool_call>" for call in message.get("tool_calls") or ()]
+        return (message["content"] or "") + "".join(calls)
 
 
 TOK = ChatTokenizer()
@@ -144,6 +149,107 @@ def test_plain_completions_tools_and_content_parts() -> None:
     assert engine.prompts == [TOK.encode("T:tools\nU:hi<eos>\nA:")]
 
 
+def test_streams_have_the_text_the_reason_and_the_usage() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await ask(client, [user(prompt)], **options)]
+        deltas = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+        assert "".join(filter(None, deltas)) == "ab" and chunks[0].choices[0].delta.role == "assistant"
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, "stop"]
+        assert chunks[-1].usage.completion_tokens == 3
+        history = [user(prompt), assistant("ab"), user("more")]
+        async with client.chat.completions.stream(model="policy", messages=history) as stream:
+            assert (await stream.get_final_completion()).choices[0].message.content == "b"
+        pieces = [c async for c in await client.completions.create(model="policy", prompt="hi", stream=True)]
+        assert "".join(piece.choices[0].text for piece in pieces) == "a"
+        with pytest.raises(openai.BadRequestError, match="template refuses"):
+            await ask(client, [{"role": "bad", "content": "x"}], stream=True)
+        return 1.0
+
+    engine = ScriptedEngine([[A, B, EOS], [B, EOS], [A, EOS]])
+    assert one(play, engine).extra_logs["conversations"] == 2.0
+    assert engine.prompts[1][: len(engine.prompts[0]) + 3] == [*engine.prompts[0], A, B, EOS]
+
+
+def letter_by_letter(text: str) -> list[int]:
+    """Ids that encoding the text would not give: "ab" as two tokens."""
+    return [*(TOK.ids[letter] for letter in text), EOS]
+
+
+async def tool_loop(client: openai.AsyncOpenAI, question: str, tools: dict[str, Any], stream: bool) -> str:
+    """What agent frameworks do: ask, run the tools that the reply calls, send their results, until none is called."""
+    specifications: Any = [{"type": "function", "function": {"name": name}} for name in tools]
+    messages: list[Any] = [user(question)]
+    while True:
+        if stream:
+            async with client.chat.completions.stream(model="m", messages=messages, tools=specifications) as events:
+                reply = (await events.get_final_completion()).choices[0]
+        else:
+            reply = (await ask(client, messages, tools=specifications)).choices[0]
+        if not reply.message.tool_calls:
+            return reply.message.content or ""
+        assert reply.finish_reason == "tool_calls"
+        calls = [
+            (call.id, call.function.name, json.loads(call.function.arguments)) for call in reply.message.tool_calls
+        ]
+        # As frameworks keep a reply: their own objects, written out anew.
+        written = [
+            {"id": key, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments, indent=1)}}
+            for key, name, arguments in calls
+        ]
+        messages.append({"role": "assistant", "content": reply.message.content or "", "tool_calls": written})
+        for key, name, arguments in calls:
+            messages.append({"role": "tool", "tool_call_id": key, "content": tools[name](**arguments)})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_loop_trains_on_the_sampled_ids_and_masks_the_results(stream: bool) -> None:
+    first = 'so: <tool_call> {"name":"tab","arguments":{"x":  1}}</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
+    replies = [letter_by_letter(text) for text in (first, '<tool_call>{"name": "now"} </tool_call>', "abba")]
+
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        tools = {"tab": lambda x: f"tab is {x + 1}", "now": lambda: "ab o"}
+        return float(await tool_loop(client, prompt, tools, stream) == "abba")
+
+    engine = ScriptedEngine(replies)
+    trajectory = one(play, engine, max_length=400)
+    assert trajectory.reward == 1.0 and trajectory.extra_logs == {"conversations": 1.0}
+    given = ["T:tools\nU:hi<eos>\nA:", "\nT:tab is 2<eos>\nT:ab o<eos>\nA:", "\nT:ab o<eos>\nA:"]
+    ids: list[int] = []
+    mask: list[bool] = []
+    for text, sampled in zip(given, replies, strict=True):
+        ids += TOK.encode(text)
+        mask += [False] * len(TOK.encode(text))
+        assert engine.prompts.pop(0) == ids
+        ids += sampled
+        mask += [True] * len(sampled)
+    assert trajectory.token_ids.tolist() == ids
+    assert trajectory.action_mask.tolist() == mask
+    assert trajectory.logprobs is not None
+    wanted = [-0.5 - 0.01 * i for sampled in replies for i in range(len(sampled))]
+    np.testing.assert_allclose(trajectory.logprobs[trajectory.action_mask], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": </tool_call>', "<tool_call>1</tool_call>", "<tool_call>{}"])
+def test_broken_tool_calls_stay_text(text: str) -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        return float(await tool_loop(client, prompt, {"now": str}, False) == text)
+
+    assert one(play, ScriptedEngine([letter_by_letter(text)])).reward == 1.0
+
+
+def test_a_tool_call_that_the_client_changed_starts_a_new_row() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        tool: Any = {"type": "function", "function": {"name": "now"}}
+        message = (await ask(client, [user(prompt)], tools=[tool])).choices[0].message.model_dump()
+        message["tool_calls"][0]["function"]["name"] = "other"
+        await ask(client, [user(prompt), message], tools=[tool])
+        return 1.0
+
+    engine = ScriptedEngine([letter_by_letter('<tool_call>{"name": "now"}</tool_call>'), [A, EOS]])
+    assert one(play, engine).extra_logs["conversations"] == 2.0
+
+
 def test_requests_are_sampled_as_training_assumes() -> None:
     async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
         await ask(client, [user(prompt)], temperature=0.1, top_p=0.5, max_completion_tokens=3)
@@ -208,7 +314,6 @@ def test_a_full_context_is_refused_and_counts_as_truncated() -> None:
     ("path", "body", "words"),
     [
         ("chat/completions", {"messages": []}, "messages must be a list of messages"),
-        ("chat/completions", {"messages": [user("x")], "stream": True}, "stream=True is not supported"),
         ("chat/completions", {"messages": [user("x")], "n": 2}, "n=2 is not supported"),
         ("chat/completions", {"messages": [{"role": "bad", "content": "x"}]}, "template refuses .*: unknown role"),
         (
