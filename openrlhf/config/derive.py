@@ -84,7 +84,12 @@ def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1
 
 def data_parallel_size(cfg: DeepSpeedOptions, world_size: int) -> int:
     """Groups of ranks that see different samples, out of `world_size` ranks of one model."""
-    return world_size // (cfg.ring_attn_size * cfg.ds_tensor_parallel_size)
+    return world_size // data_copies(cfg)
+
+
+def data_copies(cfg: DeepSpeedOptions) -> int:
+    """Neighbouring ranks that see the same samples, and divide sequences or layers among them."""
+    return cfg.ring_attn_size * cfg.ds_tensor_parallel_size
 
 
 def optimizer_steps(cfg: PPOConfig, num_prompts: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.commands import COMMANDS, PPOConfig, TrainerOptions
-from openrlhf.config.derive import Derived, count_rows, derive
+from openrlhf.config.derive import Derived, count_rows, data_copies, derive
 from openrlhf.config.flag import flag_specs
 from openrlhf.config.help import specs_by_group
 from openrlhf.config.parser import DEFAULT, Parsed, parse, world_size_from_environment
@@ -94,7 +94,7 @@ def _describe_batches(cfg: TrainerOptions, derived: Derived) -> list[str]:
             f"{cfg.micro_train_batch_size} x {derived.data_parallel_size}) = {derived.micro_batches_per_step}"
         )
     elif isinstance(cfg, PPOConfig):
-        lines.append(f"micro-batches: filled up to {cfg.train_max_tokens_per_gpu} tokens")
+        lines.append(f"micro-batches: filled up to {cfg.train_max_tokens_per_gpu * data_copies(cfg)} tokens")
     if derived.forward_micro_batches is not None:
         lines.append(f"micro-batches of a rank in a forward pass over a rollout: {derived.forward_micro_batches}")
     return lines

@@ -192,7 +192,7 @@ def _critic(changer: _Changer, cfg: PPOConfig) -> None:
 
 def _batches(changer: _Changer, cfg: PPOConfig) -> None:
     if cfg.ring_attn_size > 1:
-        note = "--packing_samples is on: ring attention works on packed sequences"
+        note = "--packing_samples is on: ranks share packed sequences"
         changer.set("packing_samples", True, "--ring_attn_size", note)
     if cfg.use_dynamic_batch:
         note = "--packing_samples is on: batches by tokens are packed"

@@ -118,10 +118,10 @@ class DeepSpeedOptions(PrecisionOptions):
     )
     deepcompile: bool = flag(False, "compile the training engine with DeepCompile", "ds.deepcompile")
     ds_tensor_parallel_size: int = flag(1, "ranks that share each layer (DeepSpeed AutoTP)", "ds.tensor_parallel_size")
-    ring_attn_size: int = flag(1, "ranks that share each sequence (ring attention)", "ds.ring_attn_size")
-    ring_head_stride: int = flag(
-        1, "attention heads of one ring pass; divides the number of heads", "ds.ring_attn_head_stride"
+    ring_attn_size: int = flag(
+        1, "ranks that share each sequence (Ulysses sequence parallelism); divides the heads", "ds.ring_attn_size"
     )
+    ring_head_stride: int = flag(1, "heads that pass a ring at a time; there is no ring", "ds.ring_attn_head_stride")
     max_norm: float = flag(
         1.0,
         "largest gradient norm, longer gradients are scaled down; 0 never clips",

@@ -24,6 +24,7 @@ from openrlhf.config.commands import (
 )
 from openrlhf.config.datasource import FILE_SUFFIXES, Source, looks_local, parse_sources
 from openrlhf.config.flag import flag_value
+from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
 from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
@@ -52,6 +53,7 @@ def validate(command: str, cfg: Any, explicit: frozenset[str] = frozenset(), wor
         violations += _check_loading(cfg)
     if isinstance(cfg, DeepSpeedOptions):
         violations += _check_precision(cfg)
+        violations += _check_heads(cfg)
     if isinstance(cfg, DataOptions):
         violations += _check_data(cfg)
     if isinstance(cfg, TrainerOptions):
@@ -205,6 +207,16 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
     if muon is not None and cfg.use_ds_universal_ckpt:
         problem = "muon has no second moments, which DeepSpeed's universal format needs"
         yield Violation(muon, problem, "leave out --use_ds_universal_ckpt, or use adam")
+
+
+def _check_heads(cfg: DeepSpeedOptions) -> Iterator[Violation]:
+    size = cfg.ring_attn_size
+    paths = (flag_value(cfg, f) for f in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain"))
+    for path in dict.fromkeys(path for path in paths if path):
+        heads = heads_of_folder(path)
+        if heads is not None and size > 1 and size not in fitting_sizes(*heads):
+            sizes = ", ".join(map(str, fitting_sizes(*heads)))
+            yield Violation("ring_attn_size", f"{path} {describe_heads(*heads, size)}", f"use one of {sizes}")
 
 
 def _check_data(cfg: DataOptions) -> Iterator[Violation]:

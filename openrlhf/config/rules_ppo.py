@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from openrlhf.config.commands import PPOConfig
+from openrlhf.config.derive import data_copies, gpus_per_role
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.problems import Violation
@@ -249,13 +250,15 @@ def _check_lengths(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violat
 
 def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
     world = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
-    model_size = cfg.ring_attn_size * cfg.ds_tensor_parallel_size
+    model_size = data_copies(cfg)
+    for role, gpus in gpus_per_role(cfg)[0].items():
+        if role != "engines" and gpus % model_size:
+            yield Violation(
+                f"{role}_num_gpus_per_node",
+                f"{gpus} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
+                f"use a multiple of {model_size}",
+            )
     if world % model_size:
-        yield Violation(
-            "actor_num_gpus_per_node",
-            f"{world} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
-            f"use a multiple of {model_size}",
-        )
         return
     ranks = world // model_size
     batch, micro = cfg.train_batch_size, cfg.micro_train_batch_size

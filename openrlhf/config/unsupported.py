@@ -24,13 +24,11 @@ NOT_YET: dict[str, NotYet] = {
     "load_in_4bit": NotYet(
         lambda cfg: cfg.load_in_4bit, "4-bit base weights are not available", "use --param_dtype bf16"
     ),
-    "ring_attn_size": NotYet(
-        lambda cfg: cfg.ring_attn_size > 1,
-        "ring attention is not available",
-        "use 1, and a shorter --max_len",
-    ),
     "ring_head_stride": NotYet(
-        lambda cfg: cfg.ring_head_stride != 1, "ring attention is not available", "leave it out"
+        lambda cfg: cfg.ring_head_stride != 1,
+        "there is no ring that keys and values of some heads at a time pass through: the ranks that share a sequence "
+        "exchange all heads at once",
+        "leave it out",
     ),
     "ds_tensor_parallel_size": NotYet(
         lambda cfg: cfg.ds_tensor_parallel_size > 1,

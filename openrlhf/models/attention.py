@@ -6,13 +6,16 @@ keyword arguments transformers defines for FlashAttention (``cu_seq_lens_q``, ``
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
+
+if TYPE_CHECKING:
+    from openrlhf.models.sequence_parallel import SequenceRanks
 
 PACKED_ATTENTION = "openrlhf_packed"
 
@@ -51,6 +54,7 @@ def packed_attention_forward(
     softcap: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    sequence_ranks: SequenceRanks | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of one packed row.
@@ -58,6 +62,7 @@ def packed_attention_forward(
     Args:
         query: ``[1, Hq, N, D]``; ``key`` and ``value`` are ``[1, Hkv, N, D]`` with Hq a multiple of Hkv.
         sliding_window: number of latest tokens (itself included) a token sees; None = all.
+        sequence_ranks: the ranks whose tokens make up the row, where these are only one rank's.
 
     Returns:
         ``[1, N, Hq, D]`` and no weights.
@@ -82,12 +87,14 @@ def packed_attention_forward(
         )
     if query.shape[0] != 1:
         raise PackingError(f"packed attention takes one row of tokens, got a batch of {query.shape[0]}")
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [N, H, D]
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] == v.shape[-1]:
-        out = _flash(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    else:
-        out = _padded(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window)
-    return out.unsqueeze(0), None
+    fast = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
+    kernel = _flash if fast else _padded
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return kernel(q[0], k[0], v[0], cu_seq_lens_q, max_length_q, scaling, sliding_window).unsqueeze(0)
+
+    q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # [1, N, H, D]
+    return (attend(q, k, v) if sequence_ranks is None else sequence_ranks.attention(attend, q, k, v)), None
 
 
 def _flash(

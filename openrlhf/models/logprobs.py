@@ -17,6 +17,7 @@ from openrlhf.batching import MicroBatch
 from openrlhf.models.attention import sequence_bounds
 from openrlhf.models.head import HeadScaling, head_logprobs
 from openrlhf.models.loading import unwrap_hf
+from openrlhf.models.sequence_parallel import ALONE, SequenceRanks, sequence_ranks
 
 
 class TokenOutputs(NamedTuple):
@@ -35,11 +36,12 @@ class TokenOutputs(NamedTuple):
     aux_loss: Tensor | None = None
 
 
-def _layout(batch: MicroBatch, packed: bool) -> tuple[dict[str, Any], Tensor | None]:
+def _layout(batch: MicroBatch, packed: bool, ranks: SequenceRanks) -> tuple[dict[str, Any], Tensor | None]:
     """Model inputs, and for padded rows the ``[S, L]`` mask of real tokens."""
     if packed:
-        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-        return inputs | sequence_bounds(batch.cu_seqlens), None
+        inputs = {"input_ids": ranks.own(batch.input_ids)[None], "position_ids": ranks.own(batch.position_ids)[None]}
+        shared = {"sequence_ranks": ranks} if ranks.size > 1 else {}
+        return inputs | shared | sequence_bounds(ranks.filled_bounds(batch.cu_seqlens, batch.num_tokens)), None
     lengths = batch.lengths
     steps = torch.arange(int(lengths.max()), device=batch.input_ids.device)
     inside = steps < lengths[:, None]
@@ -63,7 +65,7 @@ class ScoreOutputs(NamedTuple):
     aux_loss: Tensor | None = None
 
 
-class _Backbone(nn.Module):
+class Backbone(nn.Module):
     """A transformers model whose hidden states are read in packed order."""
 
     def __init__(self, model: nn.Module, packing: bool = True, aux_loss: bool = False) -> None:
@@ -71,6 +73,7 @@ class _Backbone(nn.Module):
         self.model = model
         self.packing = packing
         self.aux_loss = aux_loss and hasattr(self.config.get_text_config(), "router_aux_loss_coef")
+        self.ranks = ALONE
 
     @property
     def hf_model(self) -> nn.Module:
@@ -83,8 +86,8 @@ class _Backbone(nn.Module):
         return unwrap_hf(self.model).config
 
     def hidden_states(self, batch: MicroBatch, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Last hidden states ``[N, H]`` and the base model's full output."""
-        inputs, inside = _layout(batch, self.packing)
+        """Last hidden states ``[N, H]`` (of this rank's slice, if there are others) and the base model's output."""
+        inputs, inside = _layout(batch, self.packing, self.ranks)
         hf = unwrap_hf(self.model)
         base = getattr(hf, hf.base_model_prefix)
         if self.aux_loss:
@@ -103,11 +106,17 @@ class _Backbone(nn.Module):
             return None
         text = self.config.get_text_config()
         experts = getattr(text, "num_experts", None) or text.num_local_experts
-        mask = None if self.packing else _layout(batch, packed=False)[0]["attention_mask"]
-        return function(outputs.router_logits, experts, text.num_experts_per_tok, mask)
+        mask = None if self.packing else _layout(batch, False, ALONE)[0]["attention_mask"]
+        logits = tuple(self.ranks.gather(part, batch.num_tokens) for part in outputs.router_logits)
+        return function(logits, experts, text.num_experts_per_tok, mask)
+
+    def _about_next(self, batch: MicroBatch, values: Tensor) -> Tensor:
+        """``[N]``: what this rank found at each of its tokens about the next, at the tokens it is about; else 0."""
+        every = self.ranks.gather(values, batch.num_tokens)
+        return torch.where(batch.position_ids > 0, torch.cat([every[:1], every[:-1]]), 0.0)
 
 
-class PolicyModel(_Backbone):
+class PolicyModel(Backbone):
     """A causal language model that answers with log-probabilities of given tokens.
 
     Args:
@@ -129,34 +138,31 @@ class PolicyModel(_Backbone):
             entropy: also compute the entropy of each token's distribution.
         """
         hidden, outputs = self.hidden_states(batch)
-        follows = _has_predecessor(batch)
-        rows = follows.nonzero().squeeze(1)
-        dummy = rows.numel() == 0  # the head must run all the same: it takes part in ZeRO-3's collectives
-        if dummy:
+        first, width = self.ranks.span(batch.num_tokens)
+        rows = (batch.position_ids[first + 1 : first + 1 + width] > 0).nonzero().squeeze(1)
+        if rows.numel() == 0:  # the head must run all the same: it takes part in ZeRO-3's collectives
             rows = rows.new_zeros(1)
-        source = hidden[(rows - 1).clamp(min=0)]
+        targets = batch.input_ids[(rows + first + 1).clamp(max=batch.num_tokens - 1)]
         head = unwrap_hf(self.model).get_output_embeddings()
-        values, spread = head_logprobs(head, source, batch.input_ids[rows], temperature, entropy, self.scaling)
-        logprobs = values.new_zeros(batch.num_tokens)
-        logprobs = logprobs.index_put((rows,), values * 0 if dummy else values)
-        spread_all = None
-        if spread is not None:
-            spread_all = spread.new_zeros(batch.num_tokens).index_put((rows,), spread * 0 if dummy else spread)
-        return TokenOutputs(logprobs, spread_all, self._router_loss(outputs, batch))
+        found = head_logprobs(head, hidden[rows], targets, temperature, entropy, self.scaling)
+        logprobs, spread = (
+            None if part is None else self._about_next(batch, part.new_zeros(width).index_put((rows,), part))
+            for part in found
+        )
+        assert logprobs is not None
+        return TokenOutputs(logprobs, spread, self._router_loss(outputs, batch))
 
 
-class ValueModel(_Backbone):
+class ValueModel(Backbone):
     """A critic: the value of the state before each token."""
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """float32 ``[N]``: value at ``t`` is the head's output on the tokens before ``t``; 0 at sequence starts."""
         hidden, _ = self.hidden_states(batch)
-        outputs = _scalar_head(self.model, hidden)
-        shifted = torch.cat([outputs[:1], outputs[:-1]])
-        return torch.where(_has_predecessor(batch), shifted, 0.0)
+        return self._about_next(batch, _scalar_head(self.model, hidden))
 
 
-class RewardModel(_Backbone):
+class RewardModel(Backbone):
     """A reward model: one score for each sequence, read at its last token.
 
     Args:
@@ -174,7 +180,8 @@ class RewardModel(_Backbone):
     def outputs(self, batch: MicroBatch) -> ScoreOutputs:
         """Scores, and the router loss if it was asked for."""
         hidden, outputs = self.hidden_states(batch)
-        scores = _scalar_head(self.model, hidden[batch.cu_seqlens[1:].long() - 1])
+        every = self.ranks.gather(_scalar_head(self.model, hidden), batch.num_tokens)
+        scores = every[batch.cu_seqlens[1:].long() - 1]
         if self.normalize:
             mean, std = getattr(self.config, "mean", None), getattr(self.config, "std", None)
             if mean is not None and std:
@@ -182,8 +189,15 @@ class RewardModel(_Backbone):
         return ScoreOutputs(scores, self._router_loss(outputs, batch))
 
 
-def _has_predecessor(batch: MicroBatch) -> Tensor:
-    return batch.position_ids > 0
+def share_sequences(model: nn.Module, size: int) -> None:
+    """Let ``size`` neighbouring ranks share each packed row in the models of this module; all ranks call it.
+
+    Raises:
+        PackingError: see :func:`sequence_ranks`.
+    """
+    for part in model.modules():
+        if isinstance(part, Backbone):
+            part.ranks = sequence_ranks(size, part.config)
 
 
 def _scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:

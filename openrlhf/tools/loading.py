@@ -45,6 +45,7 @@ class EngineSettings(LoadSettings):
     overlap_comm: bool = False
     grad_accum_dtype: str | None = None
     max_norm: float = 1.0
+    ring_attn_size: int = 1
     use_ds_universal_ckpt: bool = False
 
 

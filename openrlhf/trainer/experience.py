@@ -19,6 +19,7 @@ from openrlhf.algorithms.shaping import apply_length_penalties
 from openrlhf.batching.microbatch import MicroBatch, pack, unpack
 from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimizer_steps
 from openrlhf.config import PPOConfig
+from openrlhf.config.derive import data_copies
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.workers.messages import StepBatch
 
@@ -104,7 +105,7 @@ def _rollout_tokens(cfg: PPOConfig) -> int:
 def _plan(lengths: Sequence[int], ranks: int, cfg: PPOConfig, samples: int, tokens: int) -> BatchPlan:
     """Micro-batches by number of tokens (``use_dynamic_batch``) or of samples."""
     if cfg.use_dynamic_batch:
-        return plan_micro_batches(lengths, ranks, max_tokens=tokens)
+        return plan_micro_batches(lengths, ranks, max_tokens=tokens * data_copies(cfg))
     return plan_micro_batches(lengths, ranks, micro_batch_size=samples)
 
 

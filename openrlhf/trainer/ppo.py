@@ -12,7 +12,7 @@ from openrlhf.algorithms.correction import effective_sample_size
 from openrlhf.algorithms.kl import make_kl_controller
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig
-from openrlhf.config.derive import derive
+from openrlhf.config.derive import data_parallel_size, derive
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer
 from openrlhf.rollout.dump import RolloutDumpWriter
@@ -229,7 +229,7 @@ class PPOTrainer:
             return experience
         assert self.reward_inputs is not None
         sequences = self.reward_inputs(experience.rewarded)
-        batches = forward_batches(sequences, len(group), self.cfg)
+        batches = forward_batches(sequences, data_parallel_size(self.cfg, len(group)), self.cfg)
         scores = sequence_outputs(batches, group.call("forward", per_rank=batches), len(sequences))
         return experience.with_scores(scores)
 
@@ -248,7 +248,9 @@ class PPOTrainer:
         if system.critic is not None:
             wanted["old_values"] = system.critic
         sequences = [t.token_ids for t in experience.trajectories]
-        batches = {name: forward_batches(sequences, len(group), cfg) for name, group in wanted.items()}
+        batches = {
+            name: forward_batches(sequences, data_parallel_size(cfg, len(group)), cfg) for name, group in wanted.items()
+        }
         calls = {name: group.submit("forward", per_rank=batches[name]) for name, group in wanted.items()}
         for name, call in calls.items():
             outputs = call.result(cfg.rollout_timeout)
@@ -260,10 +262,12 @@ class PPOTrainer:
         calls = []
         if self.global_step > cfg.freezing_actor_steps:
             kl_coef = self.kl.value if cfg.use_kl_loss and system.ref is not None else 0.0
-            steps = step_batches(experience, plan, len(system.actor), cfg, POLICY_COLUMNS, kl_coef)
+            ranks = data_parallel_size(cfg, len(system.actor))
+            steps = step_batches(experience, plan, ranks, cfg, POLICY_COLUMNS, kl_coef)
             calls.append(system.actor.submit("train", per_rank=steps))
         if system.critic is not None:
-            steps = step_batches(experience, plan, len(system.critic), cfg, VALUE_COLUMNS, 0.0)
+            ranks = data_parallel_size(cfg, len(system.critic))
+            steps = step_batches(experience, plan, ranks, cfg, VALUE_COLUMNS, 0.0)
             calls.append(system.critic.submit("train", per_rank=steps))
         parts: list[MetricSum] = list(itertools.chain.from_iterable(call.result(cfg.rollout_timeout) for call in calls))
         return _with_effective_sample_size(MetricSum.merged(parts).values())

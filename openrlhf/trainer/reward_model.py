@@ -96,7 +96,8 @@ class RewardModelTrainer(PreferenceTrainer):
             parts = [None] * self.world.size
             dist.all_gather_object(parts, self._eval_scores)
         # sorted, so that the last bit doesn't depend on which rank had which pair
-        scores = torch.tensor(sorted(score for part in parts for score in part), dtype=torch.float64)
+        own = parts[:: self.engine.data_copies]
+        scores = torch.tensor(sorted(score for part in own for score in part), dtype=torch.float64)
         mean, std = float(scores.mean()), float(scores.std())
         self._stats = (self.engine.step_count, mean, std)
         return {**values, "reward_mean": mean, "reward_std": std}

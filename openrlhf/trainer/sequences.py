@@ -67,7 +67,7 @@ def micro_batches(
         micro_batch_size=None if limits.packing else limits.groups,
         max_tokens=limits.groups * limits.group_tokens if limits.packing else None,
     )
-    for members in plan.ranks[world.rank]:
+    for members in plan.ranks[engine.data_parallel_rank]:
         parts = sequences.fetch([index for i in members for index in groups[i]])
         batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
         if not parts:
@@ -100,5 +100,5 @@ def all_answer_logprobs(
                 if members:
                     sums[[start + i for i in members]] = values.cpu()
     if world.size > 1:
-        dist.all_reduce(sums)  # each sequence was on one rank, and is 0 on the others
-    return sums
+        dist.all_reduce(sums)  # each sequence was on one rank (or several that share one), and is 0 on the others
+    return sums / engine.data_copies

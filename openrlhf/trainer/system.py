@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from openrlhf.config import PPOConfig
+from openrlhf.config.derive import data_copies
 from openrlhf.engines.pool import EnginePool, start_engines
 from openrlhf.engines.rollouts import RolloutSpec
 from openrlhf.engines.weight_sync.compare import Comparison
@@ -186,7 +187,7 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
         groups: dict[str, WorkerGroup] = {}
         for role in plan.role_names:
             if role != "engine":
-                groups[role] = start_group(role, cluster, str(log_dir), cfg.rollout_timeout)
+                groups[role] = start_group(role, cluster, str(log_dir), cfg.rollout_timeout, data_copies(cfg))
                 started.append(groups[role])
         loading.extend(form_groups(list(groups.values()), left()))
         if device == "GPU" and cfg.colocate_all_models and not cfg.async_train:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf import platform
 from openrlhf.models.export import ExportedWeight, exported_weights
 from openrlhf.models.loading import write_hf_folder
+from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.utils.logging import get_logger
@@ -51,6 +52,7 @@ class DeepSpeedOptions(Protocol):
     grad_accum_dtype: str | None
     max_norm: float
     seed: int
+    ring_attn_size: int
 
 
 class StepStats(NamedTuple):
@@ -165,6 +167,8 @@ class TrainEngine:
         self.device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
         self.training = optimizer is not None
         self.param_offload = param_offload
+        self.data_copies = opts.ring_attn_size
+        share_sequences(model, opts.ring_attn_size)
         self.step_count = 0
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
@@ -210,8 +214,13 @@ class TrainEngine:
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks that see different data."""
-        return int(self._engine.dp_world_size) if self._engine is not None else dist.get_world_size()
+        """Groups of ranks that see different data; ``data_copies`` neighbouring ranks see the same."""
+        return dist.get_world_size() // self.data_copies
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The group of this rank."""
+        return dist.get_rank() // self.data_copies
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank must call it equally often under ZeRO-3."""
@@ -245,8 +254,8 @@ class TrainEngine:
         finite = torch.isfinite(loss.detach())
         self._finite = finite if self._finite is None else self._finite & finite
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages gradients over data-parallel ranks; the sum is wanted
-        self._engine.backward(loss * self.data_parallel_size, scale_wrt_gas=False)
+        # DeepSpeed averages gradients over all ranks; the sum is wanted
+        self._engine.backward(loss * self._engine.dp_world_size, scale_wrt_gas=False)
         self._pending = 0 if last else self._pending + 1
 
     def step(self) -> StepStats:

@@ -35,11 +35,12 @@ class Member:
 
 
 class PendingCall:
-    """A call that every member is working on."""
+    """A call that every member is working on; of ``copies`` members next to each other, the first answers."""
 
-    def __init__(self, method: str, calls: dict[ray.ObjectRef, Member]) -> None:
+    def __init__(self, method: str, calls: dict[ray.ObjectRef, Member], copies: int = 1) -> None:
         self._method = method
         self._calls = calls
+        self._copies = copies
 
     @classmethod
     def together(cls, pending: Sequence[PendingCall]) -> PendingCall:
@@ -72,7 +73,7 @@ class PendingCall:
                 )
             for call in done:
                 answers[call] = self._get(call)
-        return [answers[call] for call in self._calls]
+        return [answers[call] for call in list(self._calls)[:: self._copies]]
 
     def _get(self, call: ray.ObjectRef) -> Any:
         member = self._calls[call]
@@ -104,12 +105,14 @@ class WorkerGroup:
         role: for messages.
         members: in rank order.
         timeout: seconds that a call may take unless it says otherwise.
+        data_copies: neighbouring ranks that work on the same data, and share a model or its sequences.
     """
 
-    def __init__(self, role: str, members: Sequence[Member], timeout: float) -> None:
+    def __init__(self, role: str, members: Sequence[Member], timeout: float, data_copies: int = 1) -> None:
         self.role = role
         self.members = list(members)
         self.timeout = timeout
+        self.data_copies = data_copies
 
     def __len__(self) -> int:
         return len(self.members)
@@ -124,15 +127,18 @@ class WorkerGroup:
         Args:
             method: its name.
             args: the same for all.
-            per_rank: if given, one more first argument a member, its own.
+            per_rank: if given, one more first argument, each for ``data_copies`` neighbouring members; of their
+                answers, which are the same, the first counts.
         """
-        if per_rank is not None and len(per_rank) != len(self.members):
-            raise ValueError(f"{len(per_rank)} per-rank arguments for {len(self.members)} {self.role} ranks")
+        copies = self.data_copies
+        if per_rank is not None and len(per_rank) * copies != len(self.members):
+            shared = f", of which {copies} share each" if copies > 1 else ""
+            raise ValueError(f"{len(per_rank)} per-rank arguments for {len(self.members)} {self.role} ranks{shared}")
         calls = {}
         for rank, member in enumerate(self.members):
-            own = () if per_rank is None else (per_rank[rank],)
+            own = () if per_rank is None else (per_rank[rank // copies],)
             calls[getattr(member.handle, method).remote(*own, *args)] = member
-        return PendingCall(method, calls)
+        return PendingCall(method, calls, 1 if per_rank is None else copies)
 
     def call(
         self, method: str, *args: Any, per_rank: Sequence[Any] | None = None, timeout: float | None = None

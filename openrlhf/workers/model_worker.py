@@ -370,7 +370,7 @@ ROLE_WORKERS: dict[str, type[ModelWorker]] = {
 }
 
 
-def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float) -> WorkerGroup:
+def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float, data_copies: int = 1) -> WorkerGroup:
     """Start the processes of a role in their bundles.
 
     Args:
@@ -378,6 +378,7 @@ def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float) -> Wo
         cluster: where the bundles are.
         log_dir: each rank writes to ``<log_dir>/<role>-<rank>.log``.
         timeout: seconds that a call to the group may take.
+        data_copies: see :class:`WorkerGroup`.
     """
     world_size = next(r.processes for r in cluster.plan.group_of(role).roles if r.name == role)
     actor_class = ray.remote(ROLE_WORKERS[role])
@@ -388,7 +389,7 @@ def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float) -> Wo
             role, rank, world_size, log_file, cluster.visible_devices(role, rank)
         )
         members.append(Member(f"{role} rank {rank}", handle, log_file))
-    return WorkerGroup(role, members, timeout)
+    return WorkerGroup(role, members, timeout, data_copies)
 
 
 def form_groups(groups: Sequence[WorkerGroup], timeout: float) -> list[PendingCall]:

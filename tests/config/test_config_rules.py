@@ -341,10 +341,9 @@ class TestPlacement:
         assert not ppo_without_reward(*flags)
         assert not ppo_without_reward(*flags, "--reward_num_gpus_per_node", "4", "--advantage_estimator", "reinforce")
 
-    def test_ranks_divide_into_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
+    def test_ranks_divide_into_groups(self) -> None:
         found = violations(PPO, "--ring_attn_size", "3")
-        assert "multiple of 3" in found["actor_num_gpus_per_node"]
+        assert "multiple of 3" in found["actor_num_gpus_per_node"] and "8 GPUs" in found["ref_num_gpus_per_node"]
 
 
 class TestRewards:
@@ -561,8 +560,17 @@ class TestOthers:
         found = violations(PPO, "--max_images_per_prompt", "1", "--packing_samples")
         assert set(found) == {"advantage_estimator", "packing_samples"}
 
-    def test_ring_attention_of_supervised_training_needs_packing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
+    def test_heads_divide_among_the_ranks_of_a_sequence(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 12, "num_key_value_heads": 2}}')
+        flags = ["--critic_pretrain", str(tmp_path), "--ring_attn_size"]
+        found = violations(PPO, *flags, "8")["ring_attn_size"]
+        assert "12 attention heads and 2 key-value heads" in found and "1, 2, 4, 6, 12" in found
+        for size in ("2", "4"):
+            assert not violations(PPO, *flags, size)
+        (tmp_path / "config.json").write_text('{"num_attention_heads": 6}')
+        assert "6 key-value heads" in violations(PPO, *flags, "4")["ring_attn_size"]
+
+    def test_sequence_parallelism_of_supervised_training_needs_packing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert "--packing_samples" in violations("train_sft", "--ring_attn_size", "2")["ring_attn_size"]
         assert not violations("train_sft", "--ring_attn_size", "2", "--packing_samples")

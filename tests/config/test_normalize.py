@@ -7,8 +7,6 @@ import re
 import pytest
 from config_cases import parsed
 
-from openrlhf.config.unsupported import NOT_YET
-
 PPO = "train_ppo_ray"
 
 
@@ -105,10 +103,9 @@ class TestBatches:
         assert changed("rollout_max_tokens_per_gpu", "--train_max_tokens_per_gpu", "99")[0] == 99
         assert changed("rollout_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu", "7")[0] == 7
 
-    def test_ring_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "ring_attn_size", raising=False)
+    def test_sequence_parallelism(self) -> None:
         value, _, notes = changed("packing_samples", "--ring_attn_size", "2")
-        assert value is True and "ring attention" in notes
+        assert value is True and "ranks share packed sequences" in notes
 
     def test_whole_groups(self) -> None:
         _, _, notes = changed("seed", "--n_samples_per_prompt", "5")

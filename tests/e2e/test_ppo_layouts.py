@@ -15,6 +15,7 @@ from ppo_helpers import ppo_arguments, write_prompts, write_reward
 
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig, parse_cli
+from openrlhf.config.derive import data_parallel_size
 from openrlhf.datasets.prompts import load_prompts
 from openrlhf.engines.pool import EnginePool
 from openrlhf.engines.rollouts import RolloutSpec
@@ -108,7 +109,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 def _experience(stack: Stack, group: WorkerGroup, cfg: PPOConfig) -> Experience:
     experience = collect([g.trajectories for g in stack.groups])
     sequences = [t.token_ids for t in experience.trajectories]
-    batches = forward_batches(sequences, len(group), cfg)
+    batches = forward_batches(sequences, data_parallel_size(cfg, len(group)), cfg)
     outputs = group.call("forward", per_rank=batches)
     experience.columns["old_logprobs"] = token_outputs(batches, outputs, len(sequences))
     add_advantages(experience, cfg, 0.0)
@@ -120,7 +121,7 @@ def _train(experience: Experience, group: WorkerGroup, cfg: PPOConfig) -> list[d
     plan = optimizer_steps([t.group_id for t in experience.trajectories], replace(cfg, max_epochs=2), seed=(1,))
     figures = []
     for step in plan:
-        batches = step_batches(experience, [step], len(group), cfg, POLICY_COLUMNS, 0.0)
+        batches = step_batches(experience, [step], data_parallel_size(cfg, len(group)), cfg, POLICY_COLUMNS, 0.0)
         figures.append(MetricSum.merged(group.call("train", per_rank=batches)).values())
     return figures
 
@@ -239,6 +240,21 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
     digests = stack.engines.weight_digests()
     assert digests[0] == digests[1]
     assert ray.get(stack.engines.group.handles[0].health.remote()) is None
+
+
+def test_ranks_that_share_sequences_give_the_same_losses(stack: Stack) -> None:
+    """The two sharded ranks from the start again: with samples of their own, and with the same ones."""
+    stack.sharded.call("load", stack.sharded_cfg, 10)
+    apart = _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
+    cfg = replace(stack.sharded_cfg, ring_attn_size=2)
+    stack.sharded.call("load", cfg, 10)
+    group = WorkerGroup("actor", stack.sharded.members, START, data_copies=2)
+    with pytest.raises(ValueError, match="2 per-rank arguments for 2 actor ranks, of which 2 share each"):
+        group.submit("train", per_rank=[[], []])
+    together = _train(_experience(stack, group, cfg), group, cfg)
+    assert len(apart) == len(together) == 4
+    for one, other in zip(apart, together, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 def test_a_nan_in_an_advantage_stops_the_step_and_leaves_the_weights(stack: Stack) -> None:

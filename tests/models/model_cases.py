@@ -37,6 +37,7 @@ def options(**changes: Any) -> Any:
         "seed": 0,
         "use_ds_universal_ckpt": False,
         "deepcompile": False,
+        "ring_attn_size": 1,
     }
     return SimpleNamespace(**{**values, **changes})
 

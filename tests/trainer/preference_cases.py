@@ -51,6 +51,12 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "ranks2": {},
         "ranks2_packed_zero3": {"packing_samples": True, "zero_stage": 3, "gradient_checkpointing": True},
         "ranks2_micro1": {"micro_train_batch_size": 1},
+        "ranks2_divided": {
+            "packing_samples": True,
+            "ring_attn_size": 2,
+            "zero_stage": 3,
+            "gradient_checkpointing": True,
+        },
     },
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

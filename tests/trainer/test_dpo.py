@@ -19,7 +19,7 @@ from openrlhf.trainer.dpo import DPOTrainer
 from openrlhf.trainer.reference import require_scored
 from openrlhf.trainer.sequences import answer_logprobs
 
-LAYOUTS = ["packed", "zero3", "zero0", "offload", "ranks2", "ranks2_packed_zero3", "ranks2_micro1"]
+LAYOUTS = ["packed", "zero3", "zero0", "offload", "ranks2", "ranks2_packed_zero3", "ranks2_micro1", "ranks2_divided"]
 
 
 class TestWithoutEngine:

@@ -129,6 +129,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "packed": (1, {"packing_samples": True}),
     "large micro-batches without ZeRO": (1, {"micro_train_batch_size": 8, "zero_stage": 0}),
     "two ranks, packed, ZeRO-3": (2, {"packing_samples": True, "zero_stage": 3}),
+    "two ranks share sequences": (2, {"packing_samples": True, "ring_attn_size": 2, "zero_stage": 3}),
     "two ranks, small micro-batches": (2, {"micro_train_batch_size": 1, "gradient_checkpointing": True}),
 }
 MISTAKES: list[tuple[dict[str, Any], str]] = [

@@ -30,9 +30,11 @@ from objective_reference import (  # noqa: E402
     token_values,
     value_step,
 )
+from sequence_cases import sequence_grid  # noqa: E402
 
 from openrlhf.algorithms.metrics import MetricSum  # noqa: E402
 from openrlhf.config import PPOConfig  # noqa: E402
+from openrlhf.config.derive import data_copies  # noqa: E402
 from openrlhf.models import load_causal_lm, load_sequence_regression  # noqa: E402
 from openrlhf.trainer.experience import (  # noqa: E402
     POLICY_COLUMNS,
@@ -81,7 +83,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dynamic 70": _dynamic(70),
     "dynamic 4096": _dynamic(4096),
 }
-MOVED = ("padded 3", "packed 2", "dynamic 70")
+DIVIDED: dict[str, dict[str, Any]] = {
+    "divided 1": {**_packed(1), "ring_attn_size": 2},
+    "divided 3": {**_packed(3), "ring_attn_size": 2},
+    "divided dynamic": {**_dynamic(35), "ring_attn_size": 2},
+}
+"""Two ranks share each packed row (sequence parallelism); the limit of tokens is one rank's."""
+MOVED = ("padded 3", "packed 2", "dynamic 70", "divided dynamic")
 """Layouts in which the weights are followed over the steps, too; elsewhere the learning rate is 0."""
 
 OBJECTIVES: dict[str, dict[str, dict[str, Any]]] = {
@@ -209,27 +217,29 @@ class Grid:
     def train(self, worker: Any, cfg: PPOConfig) -> list[Figures]:
         """Figures of each optimizer step, the ranks together."""
         self.use(worker, cfg)
+        copies = data_copies(cfg)
         batches = step_batches(
-            self.experience, self.steps, self.ranks, cfg, self.role.columns, kl_coef=self.role.kl_coef
-        )[self.rank]
+            self.experience, self.steps, self.ranks // copies, cfg, self.role.columns, kl_coef=self.role.kl_coef
+        )[self.rank // copies]
         rows = []
         for step in batches:
             worker.loss = 0.0
             parts: list[Any] = [None] * self.ranks
             dist.all_gather_object(parts, worker.train([step]))
-            values = MetricSum.merged(parts).values()
+            values = MetricSum.merged(parts[::copies]).values()
             del values[f"{worker.prefix}_lr"]
             values["grad_norm"] = values.pop(f"{worker.prefix}_grad_norm")
-            rows.append({"loss": all_reduce_sum([worker.loss])[0], **values})
+            rows.append({"loss": all_reduce_sum([worker.loss])[0] / copies, **values})
         return rows
 
     def forward_difference(self, worker: Any, cfg: PPOConfig) -> float:
         """Largest difference between the worker's outputs, back in order, and the reference's."""
         sequences = [t.token_ids for t in self.experience.trajectories]
-        batches = forward_batches(sequences, self.ranks, cfg)
+        copies = data_copies(cfg)
+        batches = forward_batches(sequences, self.ranks // copies, cfg)
         outputs: list[Any] = [None] * self.ranks
-        dist.all_gather_object(outputs, worker.forward(batches[self.rank]))
-        columns = token_outputs(batches, outputs, len(sequences))
+        dist.all_gather_object(outputs, worker.forward(batches[self.rank // copies]))
+        columns = token_outputs(batches, outputs[::copies], len(sequences))
         return max(float((c - e).abs().max()) for c, e in zip(columns, self.expected, strict=True))
 
     def judged(self, stage: int) -> list[str]:
@@ -246,10 +256,10 @@ class Grid:
         end = dict(model.named_parameters())
         path = max(float((end[n] - p).abs().max()) for n, p in start.items())
         for stage in STAGES:
-            workers: dict[tuple[bool, str], Any] = {}
-            for name, changes in LAYOUTS.items():
+            workers: dict[tuple[bool, str, int], Any] = {}
+            for name, changes in {**LAYOUTS, **(DIVIDED if self.ranks == 2 else {})}.items():
                 cfg = replace(self.cfg, zero_stage=stage, **changes)
-                kind = (cfg.packing_samples, cfg.attn_implementation)
+                kind = (cfg.packing_samples, cfg.attn_implementation, cfg.ring_attn_size)
                 worker = workers.get(kind) or workers.setdefault(kind, self.worker(cfg, 0.0))
                 self.use(worker, cfg)
                 entry: dict[str, Any] = {"forward": self.forward_difference(worker, cfg)}
@@ -283,8 +293,7 @@ def main() -> None:
     for name, estimator in (("policy", "reinforce"), ("value", "gae")):
         cfg = ppo_config(own, model, advantage_estimator=estimator, **flags)
         results[name] = Grid(name, cfg, rank, ranks).run()
-    if ranks == 1:
-        results["estimators"] = estimator_grid(own, model)
+    results |= {"estimators": estimator_grid(own, model)} if ranks == 1 else {"divided": sequence_grid(folder)}
     if rank == 0:
         (folder / f"layouts_{ranks}.json").write_text(json.dumps(results))
     shutdown()

@@ -1,18 +1,22 @@
 """The layout never changes the answer: padded, packed and dynamic batches on one and two ranks, ZeRO 0, 2 and 3.
 
+On two ranks also with sequence parallelism.
+
 And every advantage estimator goes through the real optimizer step, with the KL penalty in each of its places.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from estimator_cases import PLACES
-from layout_cases import LAYOUTS, MOVED, OBJECTIVES, STAGES
+from layout_cases import DIVIDED, LAYOUTS, MOVED, OBJECTIVES, STAGES
 from rank_processes import run_ranks
+from sequence_cases import BATCHES, CASES
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 
@@ -36,9 +40,10 @@ def check_steps(got: list[dict[str, float]], expected: list[dict[str, float]], r
         assert mine == pytest.approx(reference, rel=rel, abs=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [*itertools.product(LAYOUTS, (1, 2)), *((layout, 2) for layout in DIVIDED)]
+)
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("role", OBJECTIVES)
 def test_same_loss_gradient_and_metrics(
     grids: dict[int, dict[str, Any]], role: str, layout: str, stage: int, ranks: int
@@ -54,6 +59,25 @@ def test_same_loss_gradient_and_metrics(
         moved = results[f"zero{stage} {layout} moved"]
         assert moved["count"] > 10 and moved["weights"] < 1e-5
         check_steps(moved["steps"], results["moved reference"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "arch"), CASES)
+def test_two_ranks_share_a_row(grids: dict[int, dict[str, Any]], kind: str, arch: str) -> None:
+    """Grouped and shared key heads, sliding windows, learned positions, experts; rows shorter than the ranks."""
+    rows = grids[2]["divided"][kind][arch]
+    assert len(rows) == len(BATCHES)
+    for members, (outputs, gradient, largest) in zip(BATCHES, rows, strict=True):
+        assert outputs < 1e-5 and gradient < 2e-6 * max(1.0, largest)
+        assert largest > 0.01 or not members
+
+
+def test_models_that_ranks_cannot_share(grids: dict[int, dict[str, Any]]) -> None:
+    messages = grids[2]["divided"]["refusals"]
+    assert "has 4 attention heads and 2 key-value heads" in messages["heads"]
+    assert "use one of 1, 2, 4" in messages["heads"]
+    assert "2 ranks don't divide into groups of --ring_attn_size 4" in messages["ranks"]
+    assert "--attn_implementation auto, but the model runs sdpa" in messages["attention"]
+    assert "dynamic" in messages["rotary"] and "length of the whole row" in messages["rotary"]
 
 
 @pytest.mark.parametrize("place", PLACES)
