@@ -13,8 +13,8 @@ part() {
   local work=/tmp/openrlhf_bench_$1
   case $1 in
     hybrid) python3 benchmarks/hybrid_step.py --work "$work" --zero_stage 3 --steps 4 --json "$OUT/hybrid.json" ;;
-    hybrid_plain) # without gradient checkpointing, in micro-batches of half the size
-      python3 benchmarks/hybrid_step.py --work "$work" --zero_stage 3 --steps 4 --no_checkpointing --max_tokens 8192 \
+    hybrid_plain) # without gradient checkpointing
+      python3 benchmarks/hybrid_step.py --work "$work" --zero_stage 3 --steps 4 --no_checkpointing \
         --json "$OUT/hybrid_plain.json" ;;
     hybrid_7b) python3 benchmarks/hybrid_step.py --work "$work" --size 7b --gpus 4 --zero_stage 3 --steps 3 \
       --json "$OUT/hybrid_7b.json" -- --check_weight_sync ;;

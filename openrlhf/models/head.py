@@ -214,6 +214,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 _add_product(grad_weight, grad.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
+            del grad  # or it would still be there while the next chunk's logits and gradient are made
         return (
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),

@@ -147,8 +147,8 @@ class PPOTrainer:
         with self.console.phase("weight sync"):
             with self._weights_may_change():
                 sync = self.system.sync_weights(self.weight_check.probe, self.global_step)
-        timings = {f"timing/sync_{part}": seconds for part, seconds in sync.timings.items()}
-        return {**timings, **self.weight_check.run(sync)}
+            timings = {f"timing/sync_{part}": seconds for part, seconds in sync.timings.items()}
+            return {**timings, **self.weight_check.run(sync)}
 
     def _weights_may_change(self) -> AbstractContextManager[None]:
         """Around a transfer of weights; here nothing is generated meanwhile."""
