@@ -251,14 +251,34 @@ def _until(process: subprocess.Popen[str], pattern: str, seconds: float) -> str:
     raise AssertionError(f"no {pattern!r} within {seconds} s:\n{seen}")
 
 
+def _assert_two_turns(run: Path, dump: Path) -> None:
+    """What a synchronous run with the agent above did: steps on what was sampled in both turns, and only that."""
+    steps = read_metrics(run)
+    assert len(steps) >= 2
+    for step in steps:
+        assert step["turns"] == 2 and step["rollout/num_samples"] == 32
+        assert step["response_length"] == pytest.approx(step["total_length"] - 7)
+        assert step["is_ratio"] == pytest.approx(1, abs=1e-4) and step["sync/logprob_diff_max"] <= 1e-5
+    samples = read_rollout_dump(sorted(dump.glob("rollout_step_*.jsonl"))[1])[0]
+    assert len(samples) == 32
+    for sample in samples:
+        mask = sample.action_mask.tolist()
+        (end,) = (i for i in range(5, len(mask)) if mask[i - 1] and not mask[i])
+        assert mask == [False] * 4 + [True] * (end - 4) + [False] * 3 + [True] * (len(mask) - end - 3)
+        assert set(sample.weight_version[sample.action_mask]) == {1}
+        assert len(mask) > end + 3 and sample.extra_logs == {"turns": 2.0}
+
+
 def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, tmp_path: Path) -> None:
+    """Two of the runs have an agent: what failed is the engine, not the agent that waits for it."""
     prompts = write_prompts(tmp_path / "prompts.jsonl")
-    slow = tmp_path / "slow.py"
-    slow.write_text("import time\n" + write_reward(tmp_path / "r.py").read_text() + "\ntime.sleep(0)\n")
+    (tmp_path / "agent.py").write_text(AGENT_FILE)
+    agent = f"--agent_func_path {tmp_path}/agent.py --max_new_tokens 6 --enable_vllm_is_correction".split()
+    reward = ["--remote_rm_url", str(write_reward(tmp_path / "reward.py"))]
     flags = "--num_episodes 200 --init_kl_coef 0".split()
     before = shared_memory()
 
-    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "a", *flags, reward=slow))
+    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "a", *flags, *agent))
     process = command.start()
     _until(process, r"^step 1/", 400)
     engine = next(pid for pid, line in marked_processes(command.mark) if "EngineCore" in line)
@@ -270,8 +290,10 @@ def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, 
     assert_nothing_left(command.mark, before)
 
     # Ctrl-C at work, and SIGTERM (as SLURM sends it) while the processes are being started.
-    for folder, moment, end in (("b", r"^step 2/", signal.SIGINT), ("c", r"^Placement", signal.SIGTERM)):
-        command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / folder, *flags, reward=slow))
+    agent += ["--dump_rollouts", str(tmp_path / "dump")]
+    runs = (("b", r"^step 2/", signal.SIGINT, agent), ("c", r"^Placement", signal.SIGTERM, reward))
+    for folder, moment, end, more in runs:
+        command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / folder, *flags, *more))
         process = command.start()
         _until(process, moment, 400)
         time.sleep(3)
@@ -280,3 +302,4 @@ def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, 
         assert process.returncode == 130, output
         assert f"interrupted ({end.name})" in output and "Traceback" not in output
         assert_nothing_left(command.mark, before)
+    _assert_two_turns(tmp_path / "b/ckpt/run", tmp_path / "dump")

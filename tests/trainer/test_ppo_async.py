@@ -177,17 +177,20 @@ def test_a_drain_has_a_deadline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_that_goes_on_trains_what_was_in_flight_or_waiting_and_nothing_twice(
-    tmp_path: Path, asynchronous: bool
-) -> None:
-    cfg = configured(tmp_path, save_steps=1, partial_rollout=True, async_queue_size=2)
-    pool = AsyncPool(seconds=0.02)
-    first = Learner(pool, seconds=0.03)
-    run(AsyncPPOTrainer, cfg, pool, first)
-    states = first.checkpoints
-    assert len(states) == 3 and any(state["data_loader_state_dict"]["returned"] for state in states)
-    for done, state in enumerate(states[:2], start=1):
-        again = configured(tmp_path, async_train=asynchronous, ckpt_path=str(tmp_path / f"again{done}{asynchronous}"))
+def test_a_killed_run_that_goes_on_trains_every_prompt_once_an_episode(tmp_path: Path, asynchronous: bool) -> None:
+    """Killed in step 2 to 6, with groups in flight and waiting, and resumed from the checkpoint of the step before."""
+    flags = {"num_episodes": 2, "partial_rollout": True, "async_queue_size": 2, "save_steps": 1}
+    firsts = sorted([row.token_ids[0] for row in PROMPTS] * 2)
+    returned = 0
+    for done in range(1, 6):
+        pool = AsyncPool(seconds=0.02)
+        first = Learner(pool, seconds=0.03, fail_at=done)
+        with pytest.raises(WorkerError, match="loss is NaN"):
+            run(AsyncPPOTrainer, configured(tmp_path, ckpt_path=str(tmp_path / f"killed{done}"), **flags), pool, first)
+        state = first.checkpoints[-1]
+        returned += len(state["data_loader_state_dict"]["returned"])
+        modes = flags if asynchronous else {"num_episodes": 2, "async_train": False}
+        again = configured(tmp_path, ckpt_path=str(tmp_path / f"again{done}"), **modes)
         pool = AsyncPool()
         policy = Learner(pool)
         make = AsyncPPOTrainer if asynchronous else PPOTrainer
@@ -195,9 +198,10 @@ def test_a_run_that_goes_on_trains_what_was_in_flight_or_waiting_and_nothing_twi
         trainer.cfg.load_checkpoint = True
         trainer.checkpoints.load = lambda state=state: state
         trainer.fit()
-        every = sorted(sum(trained(first)[:done] + trained(policy), []))
-        assert every == sorted([row.token_ids[0] for row in PROMPTS] * 2)
-        assert policy.versions[0] == done
+        steps = [*trained(first), *trained(policy)]
+        assert len(first.checkpoints) == policy.versions[0] == done and len(steps) == 6
+        assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == firsts
+    assert returned
 
 
 def test_staleness_is_counted_by_tokens() -> None:
