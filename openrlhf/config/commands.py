@@ -280,6 +280,7 @@ class RewardTestConfig(InputOptions):
         since="new",
     )
     remote_rm_url: str | None = redefault(RewardOptions, "remote_rm_url", None)
+    reward_weights: str | None = redefault(RewardOptions, "reward_weights", None)
     load_rollouts: str | None = flag(
         None, "score the samples of this dump of train_ppo_ray (folder or file), instead of a dataset", since="new"
     )

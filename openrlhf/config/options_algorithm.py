@@ -33,8 +33,12 @@ class RewardOptions(OptionGroup):
     reward_pretrain: str | None = flag(None, "reward model: a local folder or a hub id", "reward.model_name_or_path")
     remote_rm_url: str | None = flag(
         None,
-        "URLs of reward servers, separated by commas, or a .py file that defines reward_func",
+        "URLs of reward servers, separated by commas, or a .py file that defines reward_func, or builtin:math or "
+        "builtin:exact_match; several rewards that add up are name=entry, separated by commas",
         "reward.remote_url",
+    )
+    reward_weights: str | None = flag(
+        None, "name=number, separated by commas: weights of the named rewards; 1 each if not given", since="new"
     )
     agent_func_path: str | None = flag(None, ".py file that defines the class AgentExecutor", "train.agent_func_path")
     normalize_reward: bool = flag(

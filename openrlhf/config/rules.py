@@ -29,7 +29,7 @@ from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
 from openrlhf.config.problems import Violation
-from openrlhf.config.rules_ppo import check_ppo, explain_division, nearest_multiples
+from openrlhf.config.rules_ppo import check_ppo, check_reward_sources, explain_division, nearest_multiples
 from openrlhf.config.unsupported import unsupported
 
 # Without these being sound numbers, the arithmetic of batches means nothing.
@@ -122,6 +122,8 @@ def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
 
 
 def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
+    if cfg.remote_rm_url:
+        yield from check_reward_sources(cfg.remote_rm_url, cfg.reward_weights)
     for source in parse_sources(cfg.dataset) if cfg.dataset else []:
         yield from _check_source("dataset", source)
     if bool(cfg.dataset) == bool(cfg.load_rollouts):

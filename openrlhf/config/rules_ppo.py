@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import os
 from collections.abc import Collection, Iterator
@@ -13,6 +14,13 @@ from openrlhf.config.derive import data_copies, gpus_per_role
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.problems import Violation
+from openrlhf.config.reward_sources import (
+    BUILTIN_PREFIX,
+    RewardSourceError,
+    is_url,
+    parse_reward_sources,
+    parse_reward_weights,
+)
 from openrlhf.config.values import show_value
 
 # Without these being sound numbers, the arithmetic of batches and placement means nothing.
@@ -74,20 +82,23 @@ def _check_rewards(cfg: PPOConfig) -> Iterator[Violation]:
 def _check_files(cfg: PPOConfig) -> Iterator[Violation]:
     yield from _check_python_file("agent_func_path", cfg.agent_func_path, "AgentExecutor")
     yield from _check_python_file("custom_algorithms", cfg.custom_algorithms, "estimators or losses")
-    if not cfg.remote_rm_url:
-        return
-    entries = [entry.strip() for entry in cfg.remote_rm_url.split(",")]
-    files = [entry for entry in entries if not entry.startswith(("http://", "https://"))]
-    if not files:
-        return
-    if len(entries) > 1:
-        yield Violation(
-            "remote_rm_url",
-            f"{', '.join(repr(file) for file in files)} in a list of several: a list holds URLs only",
-            "write one .py file, or URLs that begin with http:// or https://",
-        )
-    else:
-        yield from _check_python_file("remote_rm_url", files[0], "reward_func")
+    problems = list(check_reward_sources(cfg.remote_rm_url, cfg.reward_weights))
+    yield from problems
+    sources = {} if problems else parse_reward_sources(cfg.remote_rm_url or "")
+    for entry in itertools.chain(*sources.values()):
+        if not is_url(entry) and not entry.startswith(BUILTIN_PREFIX):
+            yield from _check_python_file("remote_rm_url", entry, "reward_func")
+
+
+def check_reward_sources(remote_rm_url: str | None, reward_weights: str | None) -> Iterator[Violation]:
+    """What is wrong with the names and weights of rewards."""
+    flag = "remote_rm_url"
+    try:
+        sources = parse_reward_sources(remote_rm_url or "")
+        flag = "reward_weights"
+        parse_reward_weights(reward_weights, sources)
+    except RewardSourceError as error:
+        yield Violation(flag, error.problem, error.fix)
 
 
 def _check_python_file(flag: str, path: str | None, defines: str) -> Iterator[Violation]:

@@ -51,7 +51,8 @@ class GroupRunner:
         urls = reward_urls(cfg)
         self._rewards = None
         if urls is not None:
-            self._rewards = RewardClient(make_reward_source(urls), on_failure=cfg.reward_on_failure)
+            source = make_reward_source(urls, cfg.reward_weights)
+            self._rewards = RewardClient(source, on_failure=cfg.reward_on_failure)
         tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
         eos_ids = model_eos_ids(cfg.model_path)
         if tokenizer.eos_token_id is not None:

@@ -56,7 +56,8 @@ def reward_test(cfg: RewardTestConfig) -> Report:
     """
     assert cfg.remote_rm_url is not None
     requests, before = _dumped(cfg) if cfg.load_rollouts else (_rows(cfg), None)
-    scoring = asyncio.run(_score_and_close(make_reward_source(cfg.remote_rm_url), requests))
+    source = make_reward_source(cfg.remote_rm_url, cfg.reward_weights)
+    scoring = asyncio.run(_score_and_close(source, requests))
     failures = sum(isinstance(result, RewardError) for result in scoring.results)
     head = f"{cfg.remote_rm_url} on {len(requests)} samples of {cfg.load_rollouts or cfg.dataset}"
     parts = [head, _distribution(scoring), _against_dump(scoring, before), _latency(scoring), _failures(scoring)]

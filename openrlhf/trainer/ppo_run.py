@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, prompt_limit
+from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.datasets.sources import DataError
 from openrlhf.engines.rollouts import RolloutSpec, reward_urls
@@ -19,7 +20,7 @@ from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tok
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.loader import load_agent_executor
-from openrlhf.rollout.rewards import FunctionReward, make_reward_source
+from openrlhf.rollout.rewards import make_reward_source
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids
@@ -78,8 +79,9 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     if cfg.agent_func_path:
         load_agent_executor(cfg.agent_func_path)
     urls = reward_urls(cfg)
-    if urls and not cfg.load_rollouts and not isinstance(make_reward_source(urls), FunctionReward):
-        wait_for_servers(urls)
+    if urls and not cfg.load_rollouts:
+        make_reward_source(urls, cfg.reward_weights)
+        wait_for_servers([url for entries in parse_reward_sources(urls).values() for url in entries if is_url(url)])
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
 
 

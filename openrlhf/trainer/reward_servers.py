@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from openrlhf.rollout.errors import RewardError
@@ -12,11 +13,11 @@ WAIT_SECONDS = 30.0
 """How long a server that is started beside the run may take to listen."""
 
 
-def wait_for_servers(urls: str, timeout: float | None = None) -> None:
+def wait_for_servers(urls: Sequence[str], timeout: float | None = None) -> None:
     """Wait until every server accepts connections.
 
     Args:
-        urls: separated by commas.
+        urls: of the servers; none is fine.
         timeout: seconds for all of them; None = :data:`WAIT_SECONDS`.
 
     Raises:
@@ -24,7 +25,7 @@ def wait_for_servers(urls: str, timeout: float | None = None) -> None:
     """
     timeout = WAIT_SECONDS if timeout is None else timeout
     deadline = time.monotonic() + timeout
-    for url in (part.strip() for part in urls.split(",")):
+    for url in urls:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         while True:

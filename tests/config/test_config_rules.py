@@ -363,6 +363,9 @@ class TestRewards:
         assert not ppo_without_reward("--remote_rm_url", python)
         assert not ppo_without_reward("--remote_rm_url", "http://a:1/x, https://b/y")
         assert not ppo_without_reward("--reward_pretrain", "org/rm")
+        assert not ppo_without_reward("--remote_rm_url", "builtin:math")
+        named = f"a={python},b=http://a/x,b=http://c/x,c=builtin:exact_match"
+        assert not ppo_without_reward("--remote_rm_url", named, "--reward_weights", "a=1,b=-0.5,c=0")
 
     @pytest.mark.parametrize(
         ("flags", "flag", "sentence"),
@@ -370,6 +373,11 @@ class TestRewards:
             (["--remote_rm_url", "nowhere.py"], "remote_rm_url", "no file nowhere.py"),
             (["--remote_rm_url", "localhost:5000"], "remote_rm_url", "not a URL"),
             (["--remote_rm_url", "http://a,b.py"], "remote_rm_url", "a list holds URLs only"),
+            (["--remote_rm_url", "a=nowhere.py,b=http://a"], "remote_rm_url", "no file nowhere.py"),
+            (["--remote_rm_url", "a=http://a,http://b"], "remote_rm_url", "has no name beside"),
+            (["--remote_rm_url", "http://a", "--reward_weights", "a=1"], "reward_weights", "--remote_rm_url accuracy="),
+            (["--reward_pretrain", "a/b", "--reward_weights", "a=1"], "reward_weights", "and there are none"),
+            (["--remote_rm_url", "a=http://a", "--reward_weights", "b=1"], "reward_weights", "one weight"),
             (["--agent_func_path", "nowhere.py"], "agent_func_path", "no file nowhere.py"),
             (["--agent_func_path", "agent.txt"], "agent_func_path", "not a .py file"),
             (["--reward_pretrain", "a/b,c/d"], "reward_pretrain", "name one"),

@@ -65,14 +65,16 @@ class FunctionReward:
         self._where = f"{place} {name}()"
 
     @classmethod
-    def from_file(cls, path: str, name: str = "reward_func", **options: Any) -> FunctionReward:
-        """Loads function `name` from the .py file at `path`.
+    def from_file(
+        cls, path: str, name: str = "reward_func", module_name: str = "reward_func", **options: Any
+    ) -> FunctionReward:
+        """Loads function `name` from the .py file at `path`, as module `module_name`.
 
         Raises:
             RewardError: the file is missing or fails to import, or has no such function with three
                 parameters.
         """
-        module = load_user_module(path, "reward_func", RewardError)
+        module = load_user_module(path, module_name, RewardError)
         function = getattr(module, name, None)
         if function is None:
             raise RewardError(f"{path} defines no function {name!r}. {_CONTRACT}")

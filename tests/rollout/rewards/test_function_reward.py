@@ -213,7 +213,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         make_reward_source(str(tmp_path / "gone.py"))
     with pytest.raises(RewardError, match="must end in .py"):
         FunctionReward.from_file(str(tmp_path / "gone.txt"))
-    with pytest.raises(RewardError, match="one .py file or several URLs"):
+    with pytest.raises(RewardError, match="'a.py' in a list of several: a list holds URLs only"):
         make_reward_source("a.py,http://localhost:1")
     with pytest.raises(RewardError, match=r"must start with http:// or https://, got \['localhost:1'\]"):
         make_reward_source(["localhost:1"])
