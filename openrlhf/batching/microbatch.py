@@ -27,6 +27,7 @@ class MicroBatch:
         columns: per-token data, each ``[N]``.
         sequence_index: int64 ``[S]``, place of each sequence in the caller's list; -1 marks the one-token
             stand-in of an empty micro-batch (see :func:`pack`).
+        images: place of its first token, number of its tokens and file contents of each image, in order.
     """
 
     input_ids: Tensor
@@ -34,6 +35,7 @@ class MicroBatch:
     cu_seqlens: Tensor
     columns: dict[str, Tensor]
     sequence_index: Tensor
+    images: tuple[tuple[int, int, bytes], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +69,7 @@ class MicroBatch:
             move(self.cu_seqlens),
             {name: move(column) for name, column in self.columns.items()},
             move(self.sequence_index),
+            self.images,
         )
 
     def with_columns(self, **columns: Tensor) -> MicroBatch:

@@ -229,12 +229,19 @@ def _check_stops(cfg: PPOConfig) -> Iterator[Violation]:
 
 def _check_images(cfg: PPOConfig) -> Iterator[Violation]:
     if cfg.max_images_per_prompt == 0:
+        if cfg.image_key != "images":
+            yield Violation("image_key", "is not read without images", "add --max_images_per_prompt, or leave it out")
         return
     if cfg.advantage_estimator == "gae":
         problem = "vision models have no critic, which gae needs"
         yield Violation("advantage_estimator", problem, "use another estimator, such as reinforce")
-    if cfg.packing_samples:
-        yield Violation("packing_samples", "images can't be packed", "leave it out")
+    if cfg.reward_pretrain:
+        problem = "reward models don't see images"
+        yield Violation("reward_pretrain", problem, "use --remote_rm_url or --agent_func_path")
+    if cfg.use_liger_kernel:
+        yield Violation("use_liger_kernel", "there are no Liger kernels of vision models", "leave it out")
+    if cfg.ring_attn_size > 1:
+        yield Violation("ring_attn_size", "ranks can't share a sequence that has images", "use 1")
 
 
 def _check_lengths(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:

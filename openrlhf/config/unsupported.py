@@ -35,13 +35,6 @@ NOT_YET: dict[str, NotYet] = {
         "tensor parallel training is not available",
         "use 1, with --zero_stage 3 for large models",
     ),
-    "max_images_per_prompt": NotYet(
-        lambda cfg: cfg.max_images_per_prompt > 0, "training on images is not available", "use 0"
-    ),
-    "image_key": NotYet(lambda cfg: cfg.image_key != "images", "training on images is not available", "leave it out"),
-    "freeze_visual_encoder": NotYet(
-        lambda cfg: cfg.freeze_visual_encoder, "training vision models is not available", "leave it out"
-    ),
     "deepcompile": NotYet(lambda cfg: cfg.deepcompile, "DeepCompile is not available", "leave it out"),
     "vllm_sync_with_ray": NotYet(
         lambda cfg: cfg.vllm_sync_with_ray,

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import PPOConfig
 from openrlhf.datasets import text as texts
+from openrlhf.datasets.image_prompts import placeholder_text, row_images, undecoded, with_image_parts
 from openrlhf.datasets.sources import DataError, load_rows, require_columns
 from openrlhf.utils.logging import get_logger
 
@@ -29,6 +30,7 @@ class PromptRow:
         label: value of ``--label_key``; "" without it.
         datasource: value of the column ``datasource``, for metrics by source.
         metadata: the row's other columns.
+        images: file paths, URLs or contents of image files, in the order of their placeholders in the prompt.
     """
 
     prompt_id: int
@@ -37,15 +39,21 @@ class PromptRow:
     label: Any
     datasource: str
     metadata: dict[str, Any] = field(default_factory=dict)
+    images: tuple[str | bytes, ...] = ()
 
 
 def load_prompts(
-    cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int, evaluation: bool = False
+    cfg: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    evaluation: bool = False,
+    image_placeholder: str | None = None,
 ) -> list[PromptRow]:
     """Read the training prompts, or the evaluation prompts, that a configuration names.
 
     Args:
         max_tokens: see :func:`build_prompts`.
+        image_placeholder: see :func:`build_prompts`.
 
     Raises:
         DataError: see :func:`openrlhf.datasets.sources.load_rows` and :func:`build_prompts`.
@@ -61,7 +69,7 @@ def load_prompts(
         seed=cfg.seed,
         use_modelscope=cfg.use_ms,
     )
-    return build_prompts(rows, cfg, tokenizer, max_tokens, source)
+    return build_prompts(rows, cfg, tokenizer, max_tokens, source, image_placeholder)
 
 
 def build_prompts(
@@ -70,12 +78,15 @@ def build_prompts(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     source: str = "the prompt data",
+    image_placeholder: str | None = None,
 ) -> list[PromptRow]:
     """Turn rows into prompts.
 
     Args:
-        max_prompt_tokens: longer prompts lose their beginning (``--prompt_overlong cut``) or are left out (``drop``);
-            both are counted in a warning.
+        max_prompt_tokens: longer prompts lose their beginning (``--prompt_overlong cut``) or are left out (``drop``,
+            and prompts with images); both are counted in a warning. An image counts as one placeholder here; its
+            tokens are counted when it is read.
+        image_placeholder: what stands for an image in the model's prompts; None leaves images out of account.
 
     Raises:
         DataError: a column is missing, a row is null, empty or malformed, or nothing is left.
@@ -83,16 +94,30 @@ def build_prompts(
     require_columns(rows, {"input_key": cfg.input_key, "label_key": cfg.label_key}, source)
     prompts: list[PromptRow] = []
     cut = dropped = 0
+    if image_placeholder is not None:
+        rows = undecoded(rows, cfg.image_key)
     for index, row in enumerate(rows):
         where = f"{source}, row {index}"
-        text, ids = _prompt(row[cfg.input_key], cfg, tokenizer, where)
+        images: list[str | bytes] = []
+        value = row[cfg.input_key]
+        if image_placeholder is not None:
+            images = row_images(row.get(cfg.image_key), cfg.max_images_per_prompt, where)
+            value = with_image_parts(value, len(images), where)
+            if isinstance(row[cfg.input_key], str) and not cfg.apply_chat_template:
+                value = placeholder_text(value, image_placeholder)
+        text, ids = _prompt(value, cfg, tokenizer, where)
+        if image_placeholder is not None and text.count(image_placeholder) != len(images):
+            raise DataError(
+                f"{where}: the chat template puts {text.count(image_placeholder)} image placeholders "
+                f"({image_placeholder}) for {len(images)} images into the prompt"
+            )
         if len(ids) > max_prompt_tokens:
-            if cfg.prompt_overlong == "drop":
+            if cfg.prompt_overlong == "drop" or images:
                 dropped += 1
                 continue
             cut += 1
             ids = ids[len(ids) - max_prompt_tokens :]
-        used = {cfg.input_key, cfg.label_key, "datasource"}
+        used = {cfg.input_key, cfg.label_key, "datasource"} | ({cfg.image_key} if images else set())
         prompts.append(
             PromptRow(
                 prompt_id=index,
@@ -101,6 +126,7 @@ def build_prompts(
                 label=row[cfg.label_key] if cfg.label_key is not None else "",
                 datasource=str(row.get("datasource") or DEFAULT_DATASOURCE),
                 metadata={name: value for name, value in row.items() if name not in used and value is not None},
+                images=tuple(images),
             )
         )
     if cut or dropped:

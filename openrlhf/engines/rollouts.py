@@ -6,9 +6,13 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from openrlhf.config import PPOConfig
 from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
+from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.protocol import GenerationEngine, SamplingParams
 from openrlhf.rollout.rewards import RewardClient, make_reward_source
@@ -32,6 +36,17 @@ def model_eos_ids(path: str) -> frozenset[int]:
             if value is not None:
                 found.update(value if isinstance(value, list) else [value])
     return frozenset(found)
+
+
+def prompt_images(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PromptImages:
+    """How the model's prompts have images.
+
+    Raises:
+        VisionError: the model takes none.
+    """
+    vision = VisionInputs(cfg.model_path)
+    placeholder, token = vision.placeholder(tokenizer), vision.config.image_token_id
+    return PromptImages(placeholder, token, vision.count_tokens, cfg.max_images_per_prompt)
 
 
 @dataclass(frozen=True)
@@ -69,6 +84,7 @@ class GroupRunner:
             seed=cfg.seed,
             episode_timeout=cfg.rollout_timeout,
             on_agent_failure="drop" if cfg.reward_on_failure == "drop" else "raise",
+            images=prompt_images(cfg, tokenizer) if cfg.max_images_per_prompt else None,
         )
 
     async def run_group(self, item: PromptItem, n: int, sampling: SamplingParams) -> Group:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 
 from openrlhf.config import PPOConfig
+from openrlhf.engines.images import IMAGES_VARIABLE
 
 ENGINE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -29,6 +30,7 @@ class EngineSpec:
     max_num_batched_tokens: int | None
     cpu_kvcache_gib: float
     full_determinism: bool
+    max_images: int
     log_file: str
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -39,7 +41,7 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
     The seed of engine i is ``seed + i``; it only matters for requests that carry no seed of their own.
     """
     on_cpu = device_type == "cpu"
-    environment = {}
+    environment = {IMAGES_VARIABLE: "1"} if cfg.max_images_per_prompt else {}
     if on_cpu:
         # Several engines and trainer ranks share the cores; binding would pile them on the same ones.
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -66,6 +68,7 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         max_num_batched_tokens=cfg.vllm_max_num_batched_tokens,
         cpu_kvcache_gib=cfg.vllm_cpu_kvcache_gib,
         full_determinism=cfg.full_determinism,
+        max_images=cfg.max_images_per_prompt,
         log_file=log_file,
         environment=environment,
     )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from openrlhf.engines.images import multimodal_prompt
 from openrlhf.engines.rollouts import GroupRunner, RolloutSpec
 from openrlhf.engines.spec import EngineSpec
 from openrlhf.rollout.episodes import Group, PromptItem
-from openrlhf.rollout.protocol import GenerationResult, SamplingParams
+from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
 from openrlhf.utils.process import redirect_output, unlink_shared_resources
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class VLLMEngine:
             arguments["max_num_seqs"] = spec.max_num_seqs
         if spec.max_num_batched_tokens is not None:
             arguments["max_num_batched_tokens"] = spec.max_num_batched_tokens
+        if spec.max_images:
+            arguments["limit_mm_per_prompt"] = {"image": spec.max_images, "video": 0}
         if "VLLM_CPU_OMP_THREADS_BIND" in spec.environment:
             arguments["kv_cache_memory_bytes"] = int(spec.cpu_kvcache_gib * 2**30)
             # vLLM's CPU sampler fails on a seeded request whose prompt is prefilled in several steps.
@@ -98,9 +101,14 @@ class VLLMEngine:
 
     # --- generation ------------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
-        """Sample one continuation of a prompt; ids in, ids out."""
-        output = await self._run(prompt_token_ids, self._vllm_sampling(sampling))
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> GenerationResult:
+        """Sample one continuation of a prompt; ids in, ids out. The ids have every image's tokens in place."""
+        prompt: Any = {"prompt_token_ids": prompt_token_ids}
+        if images:
+            prompt = await multimodal_prompt(self._llm, prompt_token_ids, images)
+        output = await self._run(prompt, self._vllm_sampling(sampling))
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         logprobs = None
@@ -128,15 +136,14 @@ class VLLMEngine:
         """Log-probs at temperature 1 of tokens 1..T-1 of a text: float[T], 0 at the first position."""
         from vllm import SamplingParams as VLLMSampling
 
-        output = await self._run(
-            token_ids, VLLMSampling(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        )
+        options = VLLMSampling(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        output = await self._run({"prompt_token_ids": token_ids}, options)
         entries = output.prompt_logprobs
         return [0.0] + [entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
 
-    async def _run(self, token_ids: list[int], sampling: Any) -> Any:
+    async def _run(self, prompt: Any, sampling: Any) -> Any:
         request_id = f"{self.spec.index}-{next(self._request_ids)}"
-        outputs = [o async for o in self._llm.generate({"prompt_token_ids": token_ids}, sampling, request_id)]
+        outputs = [o async for o in self._llm.generate(prompt, sampling, request_id)]
         return outputs[-1]
 
     def _vllm_sampling(self, sampling: SamplingParams) -> Any:

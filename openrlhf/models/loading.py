@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PretrainedConfig,
@@ -30,6 +31,7 @@ from openrlhf.models.attention import PACKED_ATTENTION, check_packing
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.lora import LoraSettings, add_lora, is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
+from openrlhf.models.vision import VisionInputs, is_vision_model
 from openrlhf.utils.files import publish_folder, temporary_folder
 from openrlhf.utils.logging import get_logger, note_once
 
@@ -243,6 +245,9 @@ def _from_pretrained(
     _quiet_progress_bars()
     dropout = _silence_dropout(config, path)
     attention = resolve_attention(opts.attn_implementation, opts.packing_samples)
+    implementation: Any = attention
+    if attention == PACKED_ATTENTION and is_vision_model(config):  # it is causal, and images are not
+        implementation = {"": attention, "text_config": attention, "vision_config": "sdpa"}
     experts = getattr(opts, "experts_implementation", None)  # commands without mixtures of experts lack the flag
     if experts is not None:
         extra["experts_implementation"] = experts
@@ -252,7 +257,7 @@ def _from_pretrained(
                 path,
                 config=config,
                 dtype=torch_dtype(opts.param_dtype),
-                attn_implementation=attention,
+                attn_implementation=implementation,
                 quantization_config=_quantization(opts),
                 trust_remote_code=True,
                 output_loading_info=True,
@@ -302,13 +307,19 @@ def load_causal_lm(
         PackingError: it can't keep packed sequences apart.
     """
     config = _load_config(path)
-    auto_class = _liger_class(opts) if opts.use_liger_kernel else AutoModelForCausalLM
+    vision = is_vision_model(config)
+    if vision and opts.use_liger_kernel:
+        raise ModelLoadError(f"{path!r} is a vision model, for which there are no Liger kernels; leave them out")
+    auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    auto_class = _liger_class(opts) if opts.use_liger_kernel else auto_class
     model, missing = _from_pretrained(auto_class, path, config, opts, zero3_init)
     if missing:
         raise ModelLoadError(
             f"model {path!r} lacks {len(missing)} weight(s) of a {type(model).__name__}, for example "
             f"{sorted(missing)[:5]}; is it another kind of model?"
         )
+    if vision:
+        model.openrlhf_vision = VisionInputs(path, config)
     if not trainable:
         return model.requires_grad_(False).eval()
     return _prepare_training(model, opts, "CAUSAL_LM")
@@ -448,6 +459,8 @@ def write_hf_folder(
             base.save_pretrained(scratch, state_dict=state, safe_serialization=True)
         config.architectures = [type(base).__name__]
         config.save_pretrained(scratch)
+        if isinstance(getattr(base, "openrlhf_vision", None), VisionInputs):
+            base.openrlhf_vision.processor.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         publish_folder(scratch, folder)

@@ -53,6 +53,13 @@ def _layout(batch: MicroBatch, packed: bool, ranks: SequenceRanks) -> tuple[dict
     return {"input_ids": rows, "position_ids": positions, "attention_mask": inside.long()}, inside
 
 
+def _rows(tokens: Tensor, inside: Tensor | None) -> Tensor:
+    """``[N, D]`` as one row ``[1, N, D]``, or as the padded rows ``[S, L, D]`` of :func:`_layout`."""
+    if inside is None:
+        return tokens[None]
+    return tokens.new_zeros(*inside.shape, tokens.shape[1]).masked_scatter(inside[..., None], tokens)
+
+
 class ScoreOutputs(NamedTuple):
     """What a reward model says about a micro-batch.
 
@@ -90,10 +97,20 @@ class Backbone(nn.Module):
         inputs, inside = _layout(batch, self.packing, self.ranks)
         hf = unwrap_hf(self.model)
         base = getattr(hf, hf.base_model_prefix)
+        zero: Tensor | None = None
+        vision = getattr(hf, "openrlhf_vision", None)
+        if vision is not None:
+            embeddings, positions, zero = vision(base, batch)
+            inputs.pop("input_ids")
+            inputs |= {
+                "inputs_embeds": _rows(embeddings, inside),
+                "position_ids": _rows(positions.T, inside).permute(2, 0, 1),
+            }
         if self.aux_loss:
             kwargs = {**kwargs, "output_router_logits": True}
         outputs = base(**inputs, use_cache=False, return_dict=True, **kwargs)
         hidden = outputs.last_hidden_state
+        hidden = hidden if zero is None else hidden + zero
         return (hidden[0] if inside is None else hidden[inside]), outputs
 
     def _router_loss(self, outputs: Any, batch: MicroBatch) -> Tensor | None:

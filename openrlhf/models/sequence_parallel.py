@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 
 from openrlhf.config.heads import describe_heads, fitting_sizes
 from openrlhf.models.attention import PACKED_ATTENTION, PackingError
+from openrlhf.models.vision import is_vision_model
 
 # Rotary embeddings that depend on the longest position of the row, of which a rank sees only its slice.
 _ROW_WIDE_ROTARY = {"dynamic", "longrope"}
@@ -127,6 +128,10 @@ def _check_model(config: PretrainedConfig, size: int) -> None:
         raise PackingError(
             f"--ring_attn_size {size} works with --packing_samples and --attn_implementation auto, but the model runs "
             f"{config._attn_implementation}"
+        )
+    if is_vision_model(config):
+        raise PackingError(
+            f"--ring_attn_size {size}: the images of {config.model_type} can't be shared by ranks; use 1"
         )
     rotary: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rotary, *rotary.values()) if isinstance(part, dict)}

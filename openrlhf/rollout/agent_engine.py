@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.rollout.errors import AgentError, EngineError, describe_exception
-from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
+from openrlhf.rollout.images import PromptImages
+from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, PlacedImage, SamplingParams, Tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import continuation_text
 from openrlhf.rollout.trajectory import FINISH_REASONS
+from openrlhf.utils.images import ImageError
 
 
 @dataclass
@@ -135,6 +137,12 @@ class EngineCall:
 
     prompt_token_ids: list[int]
     result: GenerationResult
+    images: tuple[PlacedImage, ...] = ()
+
+
+def image_argument(images: Sequence[PlacedImage]) -> dict[str, Any]:
+    """The argument of an engine's `generate` where there are images: engines without them need not know it."""
+    return {"images": tuple(images)} if images else {}
 
 
 class AgentEngine:
@@ -145,7 +153,9 @@ class AgentEngine:
         name: the sample, for messages.
         calls: records of the generations so far.
         prompt_text: text of the episode's prompt.
-        prompt_token_ids: its ids, cut to the prompt limit.
+        prompt_token_ids: its ids, cut to the prompt limit, with all tokens of its images.
+        images: how prompts have images; None where the model takes none.
+        placed: the images of the prompt.
         engine_error: the engine's exception if the last call failed, to tell engine trouble from agent trouble.
     """
 
@@ -160,6 +170,8 @@ class AgentEngine:
         prompt_text: str = "",
         prompt_token_ids: Sequence[int] = (),
         name: str = "sample",
+        images: PromptImages | None = None,
+        placed: Sequence[PlacedImage] = (),
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -169,6 +181,8 @@ class AgentEngine:
         self.name = name
         self.prompt_text = prompt_text
         self.prompt_token_ids = list(prompt_token_ids)
+        self.images = images
+        self.placed = tuple(placed)
         self.calls: list[EngineCall] = []
         self.engine_error: EngineError | None = None
 
@@ -179,12 +193,15 @@ class AgentEngine:
 
         With no room left the output has no tokens and finish_reason "length".
 
+        Args:
+            multi_modal_data: {"image": the images of all of `prompt_token_ids`, in order}; left out, those of the
+                prompt where the ids begin with `self.prompt_token_ids`. Ids with one token an image get the others;
+                the output's `prompt_token_ids` have them.
+
         Raises:
             AgentError: the arguments are unusable.
             EngineError: the engine failed.
         """
-        if multi_modal_data:
-            raise AgentError(f"{self.name}: multi_modal_data is not supported, only token ids")
         try:
             prompt = [int(token) for token in prompt_token_ids]
         except (TypeError, ValueError) as error:
@@ -192,14 +209,34 @@ class AgentEngine:
                 f"{self.name}: llm_engine.generate() wants a list of token ids first, got "
                 f"{type(prompt_token_ids).__name__} ({error})"
             ) from error
+        prompt, images = await self._with_images(prompt, multi_modal_data)
         sampling = to_sampling(sampling_params)
         room = self._max_length - len(prompt)
         if room <= 0:
             return self._output(prompt, GenerationResult([], None, "length"), sampling)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        result = await self._call(prompt, self._prepared(sampling, limit))
-        self.calls.append(EngineCall(prompt, result))
+        result = await self._call(prompt, self._prepared(sampling, limit), images)
+        self.calls.append(EngineCall(prompt, result, images))
         return self._output(prompt, result, sampling)
+
+    async def _with_images(self, prompt: list[int], data: Any) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """The ids with all tokens of their images, and where these are."""
+        if data is not None and (not isinstance(data, Mapping) or set(data) != {"image"}):
+            raise AgentError(f'{self.name}: multi_modal_data must be {{"image": [images]}}, got {str(data)[:200]}')
+        given = (data or {}).get("image") or ()
+        given = given if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
+        if not given:
+            known = prompt[: len(self.prompt_token_ids)] == self.prompt_token_ids
+            return prompt, self.placed if known else ()
+        if all(isinstance(image, PlacedImage) for image in given):
+            return prompt, tuple(given)
+        if self.images is None:
+            raise AgentError(f"{self.name}: multi_modal_data has images, but --max_images_per_prompt is 0")
+        try:
+            ids, placed = self.images.place(prompt, await self.images.read(given))
+        except ImageError as error:
+            raise AgentError(f"{self.name}: multi_modal_data: {error}") from error
+        return ids, tuple(placed)
 
     def _prepared(self, sampling: SamplingParams, limit: int) -> SamplingParams:
         values = {name: getattr(sampling, name) for name in SamplingParams.names()}
@@ -211,9 +248,11 @@ class AgentEngine:
             values["seed"] = derive_seed(sampling.seed, len(self.calls))
         return SamplingParams(**values, extra=sampling.extra)
 
-    async def _call(self, prompt: list[int], sampling: SamplingParams) -> GenerationResult:
+    async def _call(
+        self, prompt: list[int], sampling: SamplingParams, images: Sequence[PlacedImage]
+    ) -> GenerationResult:
         try:
-            result = await self._engine.generate(prompt, sampling)
+            result = await self._engine.generate(prompt, sampling, **image_argument(images))
             check_result(result, sampling, self.name)
         except EngineError as error:
             self.engine_error = error

@@ -10,6 +10,7 @@ import numpy as np
 
 from openrlhf.rollout.agent_engine import EngineCall
 from openrlhf.rollout.errors import AgentError
+from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.rewards.base import as_list, as_number
 from openrlhf.rollout.trajectory import Trajectory
 
@@ -92,7 +93,29 @@ def trajectory_from_agent_output(
         truncated=_flag(truncated),
         extra_logs=_extra_logs(output.get("extra_logs"), where),
         metadata=facts,
+        images=_images(ids, mask, calls, where),
     )
+
+
+def _images(
+    ids: np.ndarray[Any, np.dtype[np.int32]],
+    mask: np.ndarray[Any, np.dtype[np.bool_]],
+    calls: Sequence[EngineCall],
+    where: str,
+) -> tuple[PlacedImage, ...]:
+    """The images that the engine saw: those of the call with most of them."""
+    call = max(calls, key=lambda call: len(call.images), default=None)
+    if call is None or not call.images:
+        return ()
+    for image in call.images:
+        end = image.offset + image.length
+        same = ids[image.offset : end].tolist() == call.prompt_token_ids[image.offset : end]
+        if not same or mask[image.offset : end].any():
+            raise AgentError(
+                f"{where}: observation_tokens {image.offset} to {end} are not the image that the engine saw there; "
+                "begin with llm_engine.prompt_token_ids or an output's prompt_token_ids, which have all of its tokens"
+            )
+    return call.images
 
 
 def _token_ids(value: Any, where: str) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.rollout.errors import AgentError
+from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.rewards import RewardClient, RewardRequest, make_reward_source
 from openrlhf.rollout.rewards.base import as_list, as_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
 from openrlhf.rollout.usercode import run_in_thread
+from openrlhf.utils.images import ImageError
 
 _STEP_KEYS = (
     'Return {"rewards": number, "environment_feedback": text, "done": bool} and, if wanted, "scores", '
-    '"extra_logs", "sampling_params".'
+    '"extra_logs", "sampling_params", "environment_images".'
 )
 
 
@@ -45,7 +47,8 @@ class AgentExecutorBase(ABC):
             hf_tokenizer: the tokenizer.
             llm_engine: ``await llm_engine.generate(prompt_token_ids, sampling_params)`` returns an object
                 shaped like vLLM's RequestOutput.
-            images: None; there for executors that name it.
+            images: the prompt's images as PIL images, None where it has none. Their tokens are among
+                ``llm_engine.prompt_token_ids``.
 
         Returns:
             A dict with "prompt", "label", "observation_tokens" (ids of the prompt and all turns),
@@ -83,7 +86,8 @@ class AgentInstanceBase(ABC):
         Returns:
             A dict with "rewards" (number, array or tensor; summed over the turns), "environment_feedback"
             (text appended to the context, never trained on), "done", and optionally "scores" (the last one
-            counts; default: sum of rewards), "extra_logs" (the last one counts), "sampling_params".
+            counts; default: sum of rewards), "extra_logs" (the last one counts), "sampling_params", and
+            "environment_images" (a list; each takes the place of an "<image>" in the feedback).
         """
 
 
@@ -100,6 +104,7 @@ class _Episode:
     score: Any = None
     extra_logs: Any = None
     truncated: bool = False
+    images: list[PlacedImage] = field(default_factory=list)
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         self.ids.extend(ids)
@@ -140,8 +145,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         where = f"{getattr(llm_engine, 'name', 'sample')}: {self.agent_instance_cls.__name__}"
         agent = await self._new_instance()
         text = await self._first_observation(agent, prompt, label, where)
-        ids = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        episode = _Episode(ids, text, [] if sampling_params.logprobs is not None else None)
+        ids, placed = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        episode = _Episode(ids, text, [] if sampling_params.logprobs is not None else None, images=placed)
         if episode.logprobs is not None:
             episode.logprobs.extend([0.0] * len(ids))
         done = False
@@ -158,7 +163,12 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "sampling_params": sampling_params,
             }
             result = _checked_step(await _call(agent.step, state), where)
-            done = _take_step(episode, result, action_text, max_length, hf_tokenizer, where)
+            feedback = result["environment_feedback"] or ""
+            new = await _new_images(result.get("environment_images"), episode, llm_engine, where)
+            if new:
+                feedback = llm_engine.images.with_placeholders(feedback, len(new))
+            done = _take_step(episode, result, action_text, feedback, where)
+            _append_feedback(episode, feedback, new, max_length, hf_tokenizer, llm_engine, where)
             sampling_params = result.get("sampling_params") or sampling_params
         return {
             "prompt": prompt,
@@ -213,8 +223,9 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict[str, Any]:
         """Plays one episode; see AgentExecutorBase.execute."""
-        ids = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        episode = _Episode(list(ids), prompt, [0.0] * len(ids) if sampling_params.logprobs is not None else None)
+        ids, placed = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
+        episode = _Episode(list(ids), prompt, logprobs, images=placed)
         await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
         output = {
             "prompt": prompt,
@@ -239,21 +250,68 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 def _first_ids(
     text: str, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
-) -> list[int]:
-    """Ids of the first observation, cut from the left so that there is room for an answer."""
+) -> tuple[list[int], list[PlacedImage]]:
+    """Ids of the first observation, cut from the left so that there is room for an answer, and its images."""
     known = getattr(llm_engine, "prompt_token_ids", None)
+    placed = list(getattr(llm_engine, "placed", ()))
     if known and text == prompt and prompt == getattr(llm_engine, "prompt_text", None):
-        return list(known)
+        return list(known), placed
     ids = list(hf_tokenizer.encode(text, add_special_tokens=False))
     limit = max(1, max_length - (sampling_params.max_tokens or 1))
-    return ids[-limit:]
+    if not placed:
+        return ids[-limit:], []
+    name = getattr(llm_engine, "name", "sample")
+    try:
+        ids, placed = llm_engine.images.place(ids, [image.data for image in placed])
+    except ImageError as error:
+        raise AgentError(f"{name}: the observation that reset() returned: {error}") from error
+    if len(ids) > limit:
+        raise AgentError(f"{name}: the observation has images and {len(ids)} tokens, the limit is {limit}")
+    return ids, placed
+
+
+async def _new_images(value: Any, episode: _Episode, llm_engine: Any, where: str) -> list[bytes]:
+    """Contents of the images that an environment shows."""
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return []
+    if getattr(llm_engine, "images", None) is None:
+        raise AgentError(f'{where}.step() returned "environment_images", but --max_images_per_prompt is 0')
+    try:
+        return await llm_engine.images.read(value, already=len(episode.images))
+    except ImageError as error:
+        raise AgentError(f'{where}.step() returned "environment_images": {error}') from error
+
+
+def _append_feedback(
+    episode: _Episode,
+    feedback: str,
+    images: Sequence[bytes],
+    max_length: int,
+    hf_tokenizer: Any,
+    llm_engine: Any,
+    where: str,
+) -> None:
+    """Adds what the environment said, as far as there is room; an image whole or not at all."""
+    if not feedback:
+        return
+    ids = list(hf_tokenizer.encode(feedback, add_special_tokens=False))
+    placed: list[PlacedImage] = []
+    if images:
+        try:
+            ids, placed = llm_engine.images.place(ids, images, len(episode.ids))
+        except ImageError as error:
+            raise AgentError(f'{where}.step() returned "environment_feedback": {error}') from error
+    end = min([max_length, *(i.offset for i in placed if i.offset + i.length > max_length)])
+    episode.images += [image for image in placed if image.offset < end]
+    episode.append(ids[: end - len(episode.ids)])
 
 
 async def _sample_turn(episode: _Episode, room: int, sampling_params: Any, llm_engine: Any) -> str:
     """Samples one turn into the episode and returns its text."""
     params = copy.deepcopy(sampling_params)
     params.max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
-    output = (await llm_engine.generate(list(episode.ids), params)).outputs[0]
+    data = {"multi_modal_data": {"image": list(episode.images)}} if episode.images else {}
+    output = (await llm_engine.generate(list(episode.ids), params, **data)).outputs[0]
     start = len(episode.ids)
     logprobs = None
     if episode.logprobs is not None and output.logprobs is not None:
@@ -286,11 +344,10 @@ def _take_step(
     episode: _Episode,
     result: Mapping[str, Any],
     action_text: str,
-    max_length: int,
-    hf_tokenizer: Any,
+    feedback: str,
     where: str,
 ) -> bool:
-    """Adds the environment's answer to the episode; returns whether the episode is over."""
+    """Adds the environment's rewards and text to the episode; returns whether the episode is over."""
     reward = as_number(result["rewards"])
     if reward is None or reward != reward or reward in (float("inf"), float("-inf")):
         raise AgentError(f'{where}.step() returned "rewards" = {result["rewards"]!r}; it must be one finite number')
@@ -300,10 +357,6 @@ def _take_step(
         episode.step_rewards.append((end - 1, reward))
     episode.score = result["scores"] if result.get("scores") is not None else episode.total_reward
     episode.extra_logs = result.get("extra_logs")
-    feedback = result["environment_feedback"] or ""
-    if feedback:
-        ids = list(hf_tokenizer.encode(feedback, add_special_tokens=False))
-        episode.append(ids[: max_length - len(episode.ids)])
     episode.text += action_text + feedback
     return bool(as_list(result["done"])[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -119,6 +120,8 @@ def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
             "metadata": dict(item.metadata),
             "epoch": item.epoch,
             "greedy_baseline": item.greedy_baseline,
+            # base64 text is an image, too
+            "images": [b64encode(i).decode() if lists and isinstance(i, bytes) else i for i in item.images],
         },
         "trajectories": [trajectory.to_dict(lists=lists) for trajectory in group.trajectories],
         "failures": [
@@ -134,7 +137,7 @@ def group_from_dict(data: Mapping[str, Any]) -> Group:
     """Builds a group from `group_to_dict` output."""
     baseline = data.get("baseline")
     return Group(
-        item=PromptItem(**data["item"]),
+        item=PromptItem(**{**data["item"], "images": tuple(data["item"].get("images", ()))}),
         trajectories=tuple(Trajectory.from_dict(entry) for entry in data["trajectories"]),
         failures=tuple(EpisodeFailure(**entry) for entry in data["failures"]),
         prompt_truncated=data["prompt_truncated"],

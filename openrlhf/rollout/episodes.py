@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, check_result
+from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, check_result, image_argument
 from openrlhf.rollout.agent_output import trajectory_from_agent_output
 from openrlhf.rollout.errors import (
     AgentError,
@@ -24,7 +24,8 @@ from openrlhf.rollout.errors import (
     describe_exception,
     user_location,
 )
-from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
+from openrlhf.rollout.images import PromptImages
+from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, PlacedImage, SamplingParams, Tokenizer
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult
 from openrlhf.rollout.rewards.client import RewardClient
 from openrlhf.rollout.seeding import derive_seed
@@ -37,6 +38,7 @@ from openrlhf.rollout.text import (
 )
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, within
+from openrlhf.utils.images import ImageError, decode_image
 
 if TYPE_CHECKING:
     from openrlhf.rollout.agents import AgentExecutorBase
@@ -57,6 +59,8 @@ class PromptItem:
         metadata: further columns, such as datasource.
         epoch: pass over the data, part of the seeds of its samples.
         greedy_baseline: besides the samples, one greedy response is wanted for its reward (ReMax).
+        images: file paths, URLs or contents of image files, in the order of their placeholders.
+        placed: the same once they are read and their tokens are among `token_ids`.
     """
 
     prompt_id: int
@@ -67,6 +71,8 @@ class PromptItem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     epoch: int = 0
     greedy_baseline: bool = False
+    images: Sequence[str | bytes] = ()
+    placed: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class EpisodeSpec:
         seed_samples: give each request a seed of its own; False = the engine's random state.
         episode_timeout: seconds for one episode, reward included; None = no limit.
         on_agent_failure: "raise" ends the rollout when agent code fails, "drop" leaves the sample out.
-            Counted.
+            Counted. The same goes for images that can't be read.
+        images: how prompts have images; None where the model takes none.
     """
 
     sampling: SamplingParams
@@ -104,6 +111,7 @@ class EpisodeSpec:
     seed_samples: bool = True
     episode_timeout: float | None = 1800.0
     on_agent_failure: str = "raise"
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         if self.on_long_prompt not in ("truncate", "drop"):
@@ -137,7 +145,7 @@ class EpisodeFailure:
     """A sample that was lost, and why.
 
     Attributes:
-        kind: "agent", "timeout", "reward", "long_prompt" or "deadline".
+        kind: "agent", "timeout", "reward", "long_prompt", "image" or "deadline".
     """
 
     prompt_id: int
@@ -170,15 +178,26 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
         EngineError: the engine failed.
         AgentError: agent code failed and `on_agent_failure` is "raise".
         RewardError: no reward could be had and the reward client's policy is "stop".
+        RolloutError: an image can't be read and `on_agent_failure` is "raise".
     """
-    too_long = len(item.token_ids) > spec.longest_prompt
-    if len(item.token_ids) == 0:
+    fitted_item = item
+    if item.images:
+        try:
+            fitted_item = await _with_images(item, spec)
+        except ImageError as error:
+            message = f"prompt {item.prompt_id}: {error}"
+            if spec.on_agent_failure == "raise":
+                raise RolloutError(message) from error
+            logger.warning("%s; its samples are lost", message)
+            return _lost_group(item, n, "image", message)
+    length = len(fitted_item.token_ids)
+    too_long = length > spec.longest_prompt
+    if length == 0:
         raise RolloutError(f"prompt {item.prompt_id} has no tokens; drop empty prompts from the data")
-    if too_long and spec.on_long_prompt == "drop":
-        message = f"prompt {item.prompt_id} has {len(item.token_ids)} tokens, the limit is {spec.longest_prompt}"
-        failures = tuple(EpisodeFailure(item.prompt_id, index, "long_prompt", message) for index in range(n))
-        return Group(item, (), failures)
-    fitted_item = replace(item, token_ids=list(item.token_ids[-spec.longest_prompt :]))
+    if too_long and (spec.on_long_prompt == "drop" or item.images):  # half an image is none
+        message = f"prompt {item.prompt_id} has {length} tokens, the limit is {spec.longest_prompt}"
+        return _lost_group(item, n, "long_prompt", message)
+    fitted_item = replace(fitted_item, token_ids=list(fitted_item.token_ids[-spec.longest_prompt :]))
     specs = [spec] * n + [replace(spec, sampling=_greedy(spec.sampling))] * item.greedy_baseline
     tasks = [asyncio.ensure_future(_guarded_episode(fitted_item, i, engine, own)) for i, own in enumerate(specs)]
     try:
@@ -192,6 +211,18 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
         return Group(item, (), lost, prompt_truncated=too_long)
     samples = tuple(outcome for outcome in outcomes[:n] if isinstance(outcome, Trajectory))
     return Group(item, samples, lost, prompt_truncated=too_long, baseline=baseline)
+
+
+def _lost_group(item: PromptItem, n: int, kind: str, message: str) -> Group:
+    return Group(item, (), tuple(EpisodeFailure(item.prompt_id, index, kind, message) for index in range(n)))
+
+
+async def _with_images(item: PromptItem, spec: EpisodeSpec) -> PromptItem:
+    """The prompt with its images read and their tokens in place."""
+    if spec.images is None:
+        raise ImageError("there are images, but --max_images_per_prompt is 0")
+    ids, placed = spec.images.place(item.token_ids, await spec.images.read(item.images))
+    return replace(item, token_ids=ids, placed=tuple(placed))
 
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:
@@ -247,7 +278,7 @@ async def _single_turn_episode(
     sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
     started = time.monotonic()
     try:
-        result = await engine.generate(prompt, sampling)
+        result = await engine.generate(prompt, sampling, **image_argument(item.placed))
     except RolloutError:
         raise
     except Exception as error:
@@ -282,6 +313,7 @@ async def _single_turn_episode(
         extra_logs={} if verdict is None else dict(verdict.extra_logs),
         metadata={**item.metadata, "prompt": item.text, "label": item.label, "response": text},
         timings=timings,
+        images=item.placed,
     )
 
 
@@ -336,6 +368,8 @@ async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine,
         prompt_text=item.text,
         prompt_token_ids=item.token_ids,
         name=name,
+        images=spec.images,
+        placed=item.placed,
     )
     arguments: dict[str, Any] = {
         "prompt": item.text,
@@ -347,7 +381,7 @@ async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine,
     }
     # Executors written for 0.9.x don't know this argument, those for 0.11.x may insist on it.
     if accepts_keyword(executor.execute, "images"):
-        arguments["images"] = None
+        arguments["images"] = [decode_image(image.data) for image in item.placed] or None
     started = time.monotonic()
     try:
         output = await executor.execute(**arguments)

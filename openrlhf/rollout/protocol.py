@@ -72,6 +72,21 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class PlacedImage:
+    """An image in a sequence of tokens.
+
+    Attributes:
+        offset: index of the first of its tokens.
+        length: number of its tokens.
+        data: contents of the image file.
+    """
+
+    offset: int
+    length: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """What an engine sampled for one request.
 
@@ -97,8 +112,10 @@ class GenerationResult:
 class GenerationEngine(Protocol):
     """Anything that continues a row of token ids."""
 
-    async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
-        """Samples one continuation of `prompt_token_ids`."""
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, images: Sequence[PlacedImage] = ()
+    ) -> GenerationResult:
+        """Samples one continuation of `prompt_token_ids`; `images` is only given where there are any."""
         ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from openrlhf.rollout.protocol import PlacedImage
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -39,6 +42,7 @@ class Trajectory:
         extra_logs: numbers that the reward or the agent wants logged.
         metadata: label, datasource, prompt text and other facts about the sample.
         timings: seconds spent, by name.
+        images: in the order of their places.
 
     Raises:
         ValueError: shapes disagree, a value has the wrong kind, or a masked position carries data.
@@ -59,6 +63,7 @@ class Trajectory:
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    images: tuple[PlacedImage, ...] = ()
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -111,6 +116,10 @@ class Trajectory:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"Trajectory of {self._where()}: {name} is {value}; it must be finite or None")
+        for image in self.images:
+            end = image.offset + image.length
+            if not 0 <= image.offset < end <= len(self.token_ids) or self.action_mask[image.offset : end].any():
+                raise ValueError(f"Trajectory of {self._where()}: tokens {image.offset} to {end} can't be an image's")
         for position, value in self.step_rewards:
             if not 0 <= position < len(self.token_ids) or not self.action_mask[position]:
                 raise ValueError(
@@ -167,6 +176,10 @@ class Trajectory:
             "extra_logs": dict(self.extra_logs),
             "metadata": dict(self.metadata),
             "timings": dict(self.timings),
+            "images": [
+                [image.offset, image.length, base64.b64encode(image.data).decode() if lists else image.data]
+                for image in self.images
+            ],
         }
 
     @classmethod
@@ -191,6 +204,10 @@ class Trajectory:
             raise ValueError(f"not a trajectory record: unknown keys {unknown}, missing keys {missing}")
         values = dict(data)
         values["step_rewards"] = tuple((p, v) for p, v in data.get("step_rewards", ()))
+        values["images"] = tuple(
+            PlacedImage(offset, length, content if isinstance(content, bytes) else base64.b64decode(content))
+            for offset, length, content in data.get("images", ())
+        )
         return cls(**values)
 
 

@@ -20,6 +20,7 @@ from openrlhf.batching.microbatch import MicroBatch, pack, unpack
 from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimizer_steps
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
+from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.workers.messages import StepBatch
 
@@ -85,17 +86,34 @@ def collect(groups: Sequence[Sequence[Trajectory]], baselines: Sequence[Trajecto
 # --- forward passes -----------------------------------------------------------------------------------------------
 
 
-def forward_batches(sequences: Sequence[np.ndarray], ranks: int, cfg: PPOConfig) -> list[list[MicroBatch]]:
+def forward_batches(
+    sequences: Sequence[np.ndarray], ranks: int, cfg: PPOConfig, images: Sequence[Sequence[PlacedImage]] | None = None
+) -> list[list[MicroBatch]]:
     """Micro-batches of a forward pass over all sequences, rank by rank.
 
     Args:
         sequences: token ids ``[T_i]``.
         ranks: data-parallel ranks of the model.
         cfg: ``micro_rollout_batch_size``, or with ``use_dynamic_batch`` the token budget.
+        images: of each sequence.
     """
     lengths = [len(ids) for ids in sequences]
     plan = _plan(lengths, ranks, cfg, cfg.micro_rollout_batch_size, _rollout_tokens(cfg))
-    return [[pack(sequences, {}, indices) for indices in rank] for rank in plan.ranks]
+    return [[_packed(sequences, {}, images, indices) for indices in rank] for rank in plan.ranks]
+
+
+def _packed(
+    sequences: Sequence[np.ndarray],
+    columns: Mapping[str, Column],
+    images: Sequence[Sequence[PlacedImage]] | None,
+    indices: Sequence[int],
+) -> MicroBatch:
+    """:func:`pack`, with the images of the sequences."""
+    batch = pack(sequences, columns, indices)
+    starts = batch.cu_seqlens.tolist()
+    placed = zip(starts, (images[i] for i in indices), strict=False) if images else ()
+    own = tuple((start + i.offset, i.length, i.data) for start, group in placed for i in group)
+    return replace(batch, images=own) if own else batch
 
 
 def _rollout_tokens(cfg: PPOConfig) -> int:
@@ -315,7 +333,7 @@ def step_batches(
         FloatingPointError: a column is NaN or infinite at an action token; names the samples.
     """
     sequences = [t.token_ids for t in experience.trajectories]
-    masks = experience.action_masks
+    masks, images = experience.action_masks, [t.images for t in experience.trajectories]
     sent = {name: experience.columns[name] for name in columns if name in experience.columns}
     _refuse_not_finite(experience, sent)
     data: Mapping[str, Column] = {"action_mask": masks, **sent}
@@ -330,6 +348,6 @@ def step_batches(
         )
         denominators = step_denominators([masks[i] for i in indices], constant=float(response_limit(cfg)))
         for rank, micro_batches in enumerate(plan.ranks):
-            packed = tuple(pack(sequences, data, [indices[i] for i in micro_batch]) for micro_batch in micro_batches)
+            packed = tuple(_packed(sequences, data, images, [indices[i] for i in part]) for part in micro_batches)
             result[rank].append(StepBatch(packed, denominators, kl_coef))
     return result

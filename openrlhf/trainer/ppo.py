@@ -248,8 +248,10 @@ class PPOTrainer:
         if system.critic is not None:
             wanted["old_values"] = system.critic
         sequences = [t.token_ids for t in experience.trajectories]
+        images = [t.images for t in experience.trajectories]
         batches = {
-            name: forward_batches(sequences, data_parallel_size(cfg, len(group)), cfg) for name, group in wanted.items()
+            name: forward_batches(sequences, data_parallel_size(cfg, len(group)), cfg, images)
+            for name, group in wanted.items()
         }
         calls = {name: group.submit("forward", per_rank=batches[name]) for name, group in wanted.items()}
         for name, call in calls.items():

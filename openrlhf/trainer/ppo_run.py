@@ -15,8 +15,9 @@ from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.datasets.sources import DataError
-from openrlhf.engines.rollouts import RolloutSpec, reward_urls
+from openrlhf.engines.rollouts import RolloutSpec, prompt_images, reward_urls
 from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer, vocabulary_size
+from openrlhf.models.vision import VisionError, VisionInputs
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.loader import load_agent_executor
@@ -46,6 +47,7 @@ EXPLAINED = (
     ModelLoadError,
     PlacementError,
     RolloutError,
+    VisionError,
     WeightMismatchError,
     WorkerError,
     FloatingPointError,
@@ -74,8 +76,12 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
         if path:
             check_model_folder(path)
     tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
-    rows = load_prompts(cfg, tokenizer, max_tokens=prompt_limit(cfg))
-    eval_rows = load_prompts(cfg, tokenizer, max_tokens=prompt_limit(cfg), evaluation=True) if cfg.eval_dataset else []
+    placeholder = prompt_images(cfg, tokenizer).placeholder if cfg.max_images_per_prompt else None
+    if cfg.freeze_visual_encoder:
+        VisionInputs(cfg.model_path)  # raises where there is none
+    limit = prompt_limit(cfg)
+    rows = load_prompts(cfg, tokenizer, limit, image_placeholder=placeholder)
+    eval_rows = load_prompts(cfg, tokenizer, limit, True, placeholder) if cfg.eval_dataset else []
     if cfg.agent_func_path:
         load_agent_executor(cfg.agent_func_path)
     urls = reward_urls(cfg)

@@ -21,6 +21,7 @@ def prompt_item(row: PromptRow, group_id: int, epoch: int, greedy_baseline: bool
         metadata={"datasource": row.datasource, **row.metadata},
         epoch=epoch,
         greedy_baseline=greedy_baseline,
+        images=row.images,
     )
 
 

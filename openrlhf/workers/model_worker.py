@@ -211,6 +211,7 @@ class PolicyWorker(TrainedWorker):
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
         from openrlhf.models.loading import load_causal_lm
         from openrlhf.models.logprobs import PolicyModel
+        from openrlhf.models.vision import freeze_visual_encoder
         from openrlhf.workers.deepspeed_engine import TrainEngine
         from openrlhf.workers.objectives import PolicyObjective
         from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
@@ -218,6 +219,8 @@ class PolicyWorker(TrainedWorker):
         load_custom_algorithms(cfg)
         self.objective = PolicyObjective(cfg)
         model = load_causal_lm(cfg.model_path, cfg)
+        if cfg.freeze_visual_encoder:
+            freeze_visual_encoder(model)
         return TrainEngine(
             PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > 0),
             cfg,

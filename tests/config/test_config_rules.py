@@ -563,10 +563,13 @@ class TestOthers:
         flags = ["--async_train", "--colocate_all_models", "--vllm_enable_sleep"]
         assert "can't sleep" in violations(PPO, *flags)["vllm_enable_sleep"]
 
-    def test_images(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delitem(NOT_YET, "max_images_per_prompt", raising=False)
-        found = violations(PPO, "--max_images_per_prompt", "1", "--packing_samples")
-        assert set(found) == {"advantage_estimator", "packing_samples"}
+    def test_images(self) -> None:
+        more = ["--remote_rm_url", "", "--reward_pretrain", "org/model", "--use_liger_kernel", "--packing_samples"]
+        found = violations(PPO, "--max_images_per_prompt", "1", *more)
+        assert set(found) == {"advantage_estimator", "reward_pretrain", "use_liger_kernel"}
+        assert "--max_images_per_prompt" in violations(PPO, "--image_key", "pic")["image_key"]
+        flags = ["--advantage_estimator", "reinforce", "--ring_attn_size", "2", "--packing_samples"]
+        assert "images" in violations(PPO, "--max_images_per_prompt", "1", *flags)["ring_attn_size"]
 
     def test_heads_divide_among_the_ranks_of_a_sequence(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text('{"text_config": {"num_attention_heads": 12, "num_key_value_heads": 2}}')

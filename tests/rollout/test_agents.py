@@ -456,7 +456,7 @@ def test_wrong_arguments_to_generate_are_named() -> None:
         one(Calls([1], {"temperature": -1}), ScriptedEngine([]))
     with pytest.raises(AgentError, match="sampling_params.n must be 1"):
         one(Calls([1], {"n": 2}), ScriptedEngine([]))
-    with pytest.raises(AgentError, match="multi_modal_data is not supported"):
+    with pytest.raises(AgentError, match="multi_modal_data has images, but --max_images_per_prompt is 0"):
         one(Calls([1], SamplingParams(), {"image": 1}), ScriptedEngine([]))
 
 

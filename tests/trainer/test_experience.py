@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from openrlhf.config import PPOConfig, build
+from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.experience import (
     POLICY_COLUMNS,
@@ -211,6 +213,27 @@ def test_steps_hold_each_sample_once_with_global_denominators(cfg: PPOConfig, ra
         total = sum(float(b.columns["action_mask"].sum()) for part in parts for b in part.micro_batches)
         assert total == parts[0].denominators.tokens
         assert set(parts[0].micro_batches[0].columns) == {"action_mask", "advantages"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_images_travel_with_their_sequences(cfg: PPOConfig, ranks: int) -> None:
+    groups = rollout()
+    groups[1][0] = replace(groups[1][0], images=(PlacedImage(0, 1, b"a"), PlacedImage(1, 1, b"b")))
+    groups[2][1] = replace(groups[2][1], images=(PlacedImage(1, 1, b"c"),))
+    experience = collect(groups)
+    add_advantages(experience, cfg, 0.0)
+    samples = experience.trajectories
+    steps = step_batches(experience, [[0, 1, 2, 3, 4]], ranks, cfg, POLICY_COLUMNS, 0.0)
+    forward = forward_batches([t.token_ids for t in samples], ranks, cfg, [t.images for t in samples])
+    for batches in ([b for rank in steps for step in rank for b in step.micro_batches], sum(forward, [])):
+        found = set()
+        for batch in batches:
+            for place, length, data in batch.to("cpu").images:
+                sequence = int((batch.cu_seqlens <= place).sum()) - 1
+                own = samples[int(batch.sequence_index[sequence])]
+                found.add(data)
+                assert PlacedImage(place - int(batch.cu_seqlens[sequence]), length, data) in own.images
+        assert found == {b"a", b"b", b"c"}
 
 
 def test_experience_has_a_length() -> None:

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from openrlhf import platform
+from openrlhf.engines.images import IMAGES_VARIABLE, process_images_without_torchvision
 from openrlhf.engines.weight_sync.compare import (
     Comparison,
     compare,
@@ -38,6 +39,8 @@ def register() -> None:
         WeightTransferTrainerFactory.register_engine("gloo", _MODULE, "GlooTrainerWeightTransferEngine")
     if os.environ.get(ENGINE_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):
         die_with_parent()
+    if os.environ.get(IMAGES_VARIABLE):
+        process_images_without_torchvision()
 
 
 register()
