@@ -31,7 +31,11 @@ class LoadOptions(PrecisionOptions):
         "anything else is a name that transformers knows (eager, sdpa, flash_attention_2, a hub kernel)",
         "ds.attn_implementation",
     )
-    load_in_4bit: bool = flag(False, "load the base weights as NF4 and compute in bf16 (QLoRA)", "ds.load_in_4bit")
+    load_in_4bit: bool = flag(
+        False,
+        "load the base weights of every model as NF4 and compute in bf16; --lora_rank trains adapters on them (QLoRA)",
+        "ds.load_in_4bit",
+    )
     disable_fast_tokenizer: bool = flag(
         False, "use the tokenizer that is written in Python", "data.disable_fast_tokenizer"
     )

@@ -181,6 +181,14 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
             f"computes in bf16, but --param_dtype is {cfg.param_dtype}",
             "use --param_dtype bf16",
         )
+    if cfg.load_in_4bit and isinstance(cfg, ModelOptions) and cfg.lora_rank == 0:
+        yield Violation("load_in_4bit", "4-bit weights can't be trained, but adapters on them can", "add --lora_rank")
+    if cfg.load_in_4bit and flag_value(cfg, "use_ds_universal_ckpt"):
+        problem = "checkpoints hold no 4-bit weights, which DeepSpeed's universal format would need"
+        yield Violation("load_in_4bit", problem, "leave out --use_ds_universal_ckpt")
+    if cfg.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        problem = "needs the package bitsandbytes, which isn't installed"
+        yield Violation("load_in_4bit", problem, "pip install bitsandbytes")
     if cfg.use_ms and importlib.util.find_spec("modelscope") is None:
         yield Violation("use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope")
     if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:

@@ -21,9 +21,6 @@ class NotYet(NamedTuple):
 
 
 NOT_YET: dict[str, NotYet] = {
-    "load_in_4bit": NotYet(
-        lambda cfg: cfg.load_in_4bit, "4-bit base weights are not available", "use --param_dtype bf16"
-    ),
     "ring_head_stride": NotYet(
         lambda cfg: cfg.ring_head_stride != 1,
         "there is no ring that keys and values of some heads at a time pass through: the ranks that share a sequence "

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from openrlhf.models.loading import unwrap_hf
 from openrlhf.models.lora import is_peft
-from openrlhf.models.partition import full_shape
+from openrlhf.models.quantized import dense, dense_form
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ExportedWeight:
 
 
 def exported_weights(model: nn.Module) -> list[ExportedWeight]:
-    """Every weight of a transformers model once (tied weights under their first name); LoRA merged in."""
+    """Every weight of a transformers model once (tied under its first name); LoRA merged in, 4 bits as bf16."""
     base = unwrap_hf(model)
     if not is_peft(model):
         return [_plain(name, parameter) for name, parameter in base.named_parameters()]
@@ -49,9 +49,8 @@ def exported_weights(model: nn.Module) -> list[ExportedWeight]:
 
 
 def _plain(name: str, parameter: nn.Parameter) -> ExportedWeight:
-    return ExportedWeight(
-        name, full_shape(parameter), parameter.dtype, (parameter,), lambda: parameter.detach().clone()
-    )
+    shape, dtype = dense_form(parameter)
+    return ExportedWeight(name, shape, dtype, (parameter,), lambda: dense(parameter).clone())
 
 
 def _merged(base: nn.Module) -> Iterator[ExportedWeight]:
@@ -90,12 +89,13 @@ def _add_delta(merged: Tensor, layer: Any, adapter: str) -> None:
 
 def _merged_weight(name: str, layer: nn.Module, weight: nn.Parameter) -> ExportedWeight:
     adapters = tuple(p for n, p in layer.named_parameters() if "lora_" in n)
+    shape, dtype = dense_form(weight)
 
     def build() -> Tensor:
         with torch.no_grad():
-            merged = weight.detach().to(torch.float32, copy=True)  # rounded once, at the end
+            merged = dense(weight).to(torch.float32, copy=True)  # rounded once, at the end
             for adapter in layer.active_adapters:  # type: ignore[union-attr]
                 _add_delta(merged, layer, adapter)
-        return merged.to(weight.dtype)
+        return merged.to(dtype)
 
-    return ExportedWeight(name, full_shape(weight), weight.dtype, (weight, *adapters), build)
+    return ExportedWeight(name, shape, dtype, (weight, *adapters), build)

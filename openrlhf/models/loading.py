@@ -31,6 +31,7 @@ from openrlhf.models.attention import PACKED_ATTENTION, check_packing
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.lora import LoraSettings, add_lora, is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
+from openrlhf.models.quantized import keep_layout, nf4_config
 from openrlhf.models.vision import VisionInputs, is_vision_model
 from openrlhf.utils.files import publish_folder, temporary_folder
 from openrlhf.utils.logging import get_logger, note_once
@@ -215,21 +216,6 @@ def _zero3_loading(path: str, opts: ModelOptions, force: bool | None) -> Iterato
         unset_hf_deepspeed_config()
 
 
-def _quantization(opts: ModelOptions) -> Any:
-    if not opts.load_in_4bit:
-        return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelLoadError("--load_in_4bit needs the Python package 'bitsandbytes', which is not installed")
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=torch_dtype(opts.param_dtype),
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_quant_type="nf4",
-    )
-
-
 def _liger_class(opts: ModelOptions) -> Any:
     if importlib.util.find_spec("liger_kernel") is None:
         raise ModelLoadError("--use_liger_kernel needs the Python package 'liger-kernel', which is not installed")
@@ -251,6 +237,8 @@ def _from_pretrained(
     experts = getattr(opts, "experts_implementation", None)  # commands without mixtures of experts lack the flag
     if experts is not None:
         extra["experts_implementation"] = experts
+    if opts.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelLoadError("--load_in_4bit needs the package bitsandbytes: pip install bitsandbytes")
     try:
         with _zero3_loading(path, opts, zero3_init), _no_load_report():
             model, info = auto_class.from_pretrained(
@@ -258,7 +246,7 @@ def _from_pretrained(
                 config=config,
                 dtype=torch_dtype(opts.param_dtype),
                 attn_implementation=implementation,
-                quantization_config=_quantization(opts),
+                quantization_config=nf4_config() if opts.load_in_4bit else None,
                 trust_remote_code=True,
                 output_loading_info=True,
                 **extra,
@@ -271,6 +259,7 @@ def _from_pretrained(
         check_packing(config, type(model))
     if platform.device_type() == "cuda" and not opts.use_liger_kernel:
         fuse_elementwise(model)
+    keep_layout(model)
     model.openrlhf_original_config = dropout
     model.config.use_cache = False
     return model, set(info["missing_keys"])
@@ -279,7 +268,7 @@ def _from_pretrained(
 def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> nn.Module:
     wrapped: nn.Module = model
     if opts.lora_rank > 0:
-        wrapped = add_lora(model, opts, task, quantized=opts.load_in_4bit)
+        wrapped = add_lora(model, opts, task)
     if opts.gradient_checkpointing:
         reentrant = bool(opts.gradient_checkpointing_use_reentrant)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

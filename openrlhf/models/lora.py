@@ -21,24 +21,21 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def add_lora(model: nn.Module, opts: LoraSettings, task: str, quantized: bool) -> nn.Module:
-    """Freeze a model and add trainable adapters to the named linear layers.
+def add_lora(model: nn.Module, opts: LoraSettings, task: str) -> nn.Module:
+    """Freeze a model and add trainable adapters to the named linear layers, which may be in 4 bits.
 
     Args:
         opts: rank, alpha, dropout and target modules (``all-linear`` or a list of names).
         task: ``CAUSAL_LM``, or ``SEQ_CLS``, whose head is then trained in full.
-        quantized: the model was loaded in 4 bits.
 
     Raises:
         ValueError: no module has one of the given names.
     """
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import LoraConfig, get_peft_model
 
     targets = opts.target_modules
     if isinstance(targets, (list, tuple)):
         targets = "all-linear" if list(targets) in ([], ["all-linear"]) else list(targets)
-    if quantized:
-        model = prepare_model_for_kbit_training(model)
     config = LoraConfig(
         r=opts.lora_rank,
         lora_alpha=opts.lora_alpha,

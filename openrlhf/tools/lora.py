@@ -51,6 +51,8 @@ def combine(cfg: LoraCombinerConfig) -> str:
     check_model_folder(base_path)
     tokenizer = _tokenizer(base_path, lora_path)
     settings = LoadSettings(param_dtype=stored_dtype(base_path, cfg.param_dtype))
+    if _trained_in_4bit(lora_path):
+        settings = LoadSettings(param_dtype="bf16", load_in_4bit=True)
     model = _load_together(base_path, lora_path, adapter, settings, cfg.is_rm)
     before = answers(model, tokenizer, cfg.is_rm) if cfg.verify else []
     merged, count = _merge(model, base_path)
@@ -92,6 +94,11 @@ def _read_adapter(lora_path: str, is_rm: bool) -> dict[str, Any]:
     return adapter
 
 
+def _trained_in_4bit(lora_path: str) -> bool:
+    """Whether training noted beside the adapter that its base model was loaded with ``--load_in_4bit``."""
+    return bool((read_config(lora_path).get("quantization_config") or {}).get("load_in_4bit"))
+
+
 def _tokenizer(base_path: str, lora_path: str) -> PreTrainedTokenizerBase:
     """That of the adapter's folder, which has the chat template of the training, else that of the base model."""
     own = (Path(lora_path).expanduser() / "tokenizer_config.json").is_file()
@@ -108,6 +115,9 @@ def _load_together(
         logger.warning("the adapter was trained on %s and is merged into %s", named, base_path)
     prefix = read_config(lora_path).get("value_head_prefix") or DEFAULT_HEAD
     base = load_for_inference(base_path, settings, is_rm=is_rm, head_prefix=prefix)
+    if settings.load_in_4bit:
+        logger.warning("the adapter was trained on 4-bit weights: it is merged into what these stand for, in bf16")
+        base = base.dequantize().requires_grad_(False)  # type: ignore[operator]
     if is_rm and DEFAULT_HEAD not in (adapter.get("modules_to_save") or ()):
         _require_base_head(base_path, base)
     try:

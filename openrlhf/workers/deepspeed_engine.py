@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Iterator
@@ -21,12 +20,14 @@ from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
+from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.distributed import all_reduce_sum, barrier
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
 from openrlhf.workers.muon import MuonWithAdamW
+from openrlhf.workers.offload import offload_engine
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
 
 logger = get_logger(__name__)
@@ -174,6 +175,8 @@ class TrainEngine:
         self._pending = 0
         self._asleep = False
         self._universal = bool(getattr(opts, "use_ds_universal_ckpt", False))
+        # 4-bit weights are frozen: they come from their folder again, and not from a checkpoint
+        self._quantized = any(is_quantized(p) for p in model.parameters())
         self._stage = effective_zero_stage(opts.zero_stage, keep=param_offload or self._universal)
         if self.training and self._stage != opts.zero_stage:
             logger.info("one rank has nothing to partition: --zero_stage %d runs as %d", opts.zero_stage, self._stage)
@@ -433,7 +436,7 @@ class TrainEngine:
             tag=scratch.name,
             client_state=state,
             save_latest=False,
-            exclude_frozen_parameters=False,
+            exclude_frozen_parameters=self._quantized,
         )
         torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
         if first and self.average is not None:
@@ -477,7 +480,7 @@ class TrainEngine:
         if not self._universal:
             self._check_meta(root, tag)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
-        path, state = self._engine.load_checkpoint(str(root), tag=tag)
+        path, state = self._engine.load_checkpoint(str(root), tag=tag, load_module_strict=not self._quantized)
         if path is None:
             raise files.CheckpointError(f"DeepSpeed could not read checkpoint {Path(root) / tag}")
         self.step_count = int(state["step_count"])
@@ -553,8 +556,7 @@ class TrainEngine:
         if self._frozen is not None:
             self._frozen.to_cpu()
         elif self.training and not self.opts.adam_offload:
-            with _any_optimizer_may_sleep(self._engine.optimizer):
-                self._engine.offload_states(pin_memory=True, non_blocking=True)
+            offload_engine(self._engine, self._stage)
         platform.synchronize()
         platform.empty_cache()
 
@@ -569,19 +571,6 @@ class TrainEngine:
         elif self.training and not self.opts.adam_offload:
             self._engine.reload_states(non_blocking=True)
         platform.synchronize()
-
-
-@contextlib.contextmanager
-def _any_optimizer_may_sleep(zero: Any) -> Iterator[None]:
-    """ZeRO-3 offloads only FusedAdam, which it tests for by its class; the states of ours have the same names."""
-    from deepspeed.ops.adam import fused_adam
-
-    original = fused_adam.FusedAdam
-    fused_adam.FusedAdam = type(getattr(zero, "optimizer", zero))
-    try:
-        yield
-    finally:
-        fused_adam.FusedAdam = original
 
 
 def finite_everywhere(flag: bool) -> bool:

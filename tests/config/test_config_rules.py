@@ -541,6 +541,10 @@ class TestOthers:
     def test_low_precision_only(self) -> None:
         found = violations("serve_rm", "--load_in_4bit", "--param_dtype", "fp32")
         assert "bf16" in found["load_in_4bit"]
+        assert not violations("train_sft", "--load_in_4bit", "--lora_rank", "4", "--zero_stage", "3")
+        assert "--lora_rank" in violations(PPO, "--load_in_4bit")["load_in_4bit"]
+        found = violations("train_sft", "--load_in_4bit", "--lora_rank", "4", "--use_ds_universal_ckpt")
+        assert "universal" in found["load_in_4bit"]
         found = violations("train_sft", "--ds_tensor_parallel_size", "2", "--param_dtype", "fp32")
         assert "ds_tensor_parallel_size" in found
 
@@ -548,6 +552,8 @@ class TestOthers:
         import importlib.util
 
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        asked = ("--load_in_4bit", "--lora_rank", "4")
+        assert "pip install bitsandbytes" in violations("train_sft", *asked)["load_in_4bit"]
         assert "pip install modelscope" in violations("train_sft", "--use_ms")["use_ms"]
         assert "pip install liger-kernel" in violations("train_sft", "--use_liger_kernel")["use_liger_kernel"]
         result = parsed("train_sft", "--attn_implementation", "flash_attention_2")

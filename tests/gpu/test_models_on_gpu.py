@@ -141,3 +141,30 @@ def test_offloaded_states_come_back_as_they_were(folders: dict[str, str], world:
         engine.offload_states()
         engine.reload_states()
     assert all(torch.equal(a, b) for a, b in zip(before, states(), strict=True))
+
+
+def test_4bit_weights_on_the_device(folders: dict[str, str], world: Any) -> None:
+    """They take less memory, mean what is exported, and the loss falls as adapters train on them."""
+    pytest.importorskip("bitsandbytes")
+    from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
+
+    items = sequences(LENGTHS)
+    opts = options(param_dtype="bf16", load_in_4bit=True, lora_rank=8)
+    model = load_causal_lm(folders["llama"], opts)
+    engine = TrainEngine(PolicyModel(model), opts, OptimizerSpec(1e-2))
+    packed_bytes = sum(p.nbytes for n, p in engine.hf_model.named_parameters() if "base_layer" in n)
+    losses = []
+    for _ in range(6):
+        loss = -engine(packed(items).to(engine.device)).logprobs.sum() / 500
+        engine.backward(loss, last=True)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.5, losses
+    exported = {name: tensor for bucket in engine.gathered_parameters() for name, tensor in bucket}
+    plain = load_causal_lm(folders["llama"], options(param_dtype="bf16"))
+    assert packed_bytes < 0.3 * sum(p.nbytes for n, p in plain.named_parameters() if "proj" in n)
+    plain.load_state_dict(exported, strict=False)
+    with torch.no_grad():
+        trained = engine(packed(items).to(engine.device)).logprobs
+        merged = PolicyModel(plain.cuda())(packed(items).to("cuda")).logprobs
+    assert float((trained - merged).abs().mean()) < 0.02

@@ -45,11 +45,25 @@ def test_frozen_models_leave_the_gpu_and_come_back(folder: str, offload: bool) -
             assert torch.equal(engine(batch.to(engine.device)).logprobs.cpu(), expected)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "muon": {},
+    "lora": {"lora_rank": 4},
+    "4-bit": {"lora_rank": 4, "load_in_4bit": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_sleep_between_steps_changes_nothing(folder: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleep_between_steps_changes_nothing(
+    folder: str, kind: str, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "4-bit":
+        pytest.importorskip("bitsandbytes")
     from openrlhf.workers import deepspeed_engine
     from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
     from openrlhf.workers.distributed import init_distributed
+    from openrlhf.workers.muon import MuonSpec
 
     init_distributed(timeout_s=120)
     original = deepspeed_engine.deepspeed_config
@@ -65,8 +79,10 @@ def test_sleep_between_steps_changes_nothing(folder: str, stage: int, monkeypatc
     batch = packed(sequences((64, 5, 129, 30)))
 
     def logprobs(sleep: bool) -> list[torch.Tensor]:
-        opts = options(zero_stage=stage, param_dtype="bf16", gradient_checkpointing=True)
-        engine = TrainEngine(PolicyModel(load_causal_lm(folder, opts)), opts, OptimizerSpec(1e-6))
+        opts = options(zero_stage=stage, param_dtype="bf16", gradient_checkpointing=True, **KINDS[kind])
+        muon = MuonSpec(lr=1e-6, dtype=torch.bfloat16) if kind == "muon" else None
+        torch.manual_seed(0)
+        engine = TrainEngine(PolicyModel(load_causal_lm(folder, opts)), opts, OptimizerSpec(1e-6, muon=muon))
         seen = []
         for _ in range(3):
             for _ in engine.gathered_parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -97,10 +98,11 @@ def test_attention_choice() -> None:
         resolve_attention("nonsense", True)
 
 
-def test_packages_that_are_not_installed_are_named(folder: Path) -> None:
+def test_packages_that_are_not_installed_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match="liger-kernel"):
         load_causal_lm(str(folder), options(use_liger_kernel=True))
-    with pytest.raises(ModelLoadError, match="bitsandbytes"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match="pip install bitsandbytes"):
         load_causal_lm(str(folder), options(load_in_4bit=True, param_dtype="bf16"))
 
 

@@ -29,7 +29,9 @@ from openrlhf.models import (  # noqa: E402
     load_sequence_regression,
     load_tokenizer,
 )
+from openrlhf.models.export import exported_weights  # noqa: E402
 from openrlhf.models.fused import fuse_elementwise  # noqa: E402
+from openrlhf.models.loading import write_hf_folder  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers import checkpoint_files as files  # noqa: E402
 from openrlhf.workers.deepspeed_engine import (  # noqa: E402
@@ -216,6 +218,38 @@ def muon(cases: Cases) -> None:
         engine = TrainEngine(PolicyModel(load_causal_lm(cases.model, opts)), opts, coarse, SCHEDULE)
         figures = [cases.step(engine) for _ in range(3)]
         cases.results[f"muon zero{stage} bf16"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
+
+
+def quantized(cases: Cases) -> None:
+    """Adapters on 4-bit weights train as on the bf16 weights that these stand for, and go on after a resume."""
+    qlora = {"param_dtype": "bf16", "lora_rank": 4, "load_in_4bit": True}
+    dense = cases.folder / f"dense_{cases.ranks}"
+    if cases.rank == 0:
+        model = load_causal_lm(cases.model, options(**qlora)).bfloat16()
+        plain = load_causal_lm(cases.model, options(param_dtype="bf16"))
+        write_hf_folder(plain, {w.name: w.build() for w in exported_weights(model)}, dense)
+    dist.barrier()
+
+    def start(seed: int, path: Path | str, changes: dict[str, Any]) -> TrainEngine:
+        torch.manual_seed(seed)
+        return cases.engine(str(path), **changes)
+
+    def losses(engine: TrainEngine) -> list[float]:
+        return [cases.step(engine)[0] for _ in range(2)]
+
+    cases.results["plain 4-bit"] = losses(start(5, dense, {**qlora, "load_in_4bit": False}))
+    for stage in (2, 3):
+        engine = start(5, cases.model, {**qlora, "zero_stage": stage})
+        cases.results[f"4-bit zero{stage}"] = losses(engine)
+        root = cases.folder / f"quantized{stage}_{cases.ranks}"
+        engine.save_checkpoint(root, "step", {})
+        resumed = start(6, cases.model, {**qlora, "zero_stage": stage})
+        resumed.load_checkpoint(root)
+        cases.results[f"4-bit zero{stage} resumed"] = losses(engine) == losses(resumed)
+        weights = cases.weights(resumed)
+        cases.results[f"4-bit zero{stage} meta"] = resumed.parameter_meta() == [
+            (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()
+        ]
 
 
 def zero3_loading(cases: Cases) -> None:
@@ -490,6 +524,7 @@ def main() -> None:
     for part in (
         equality,
         muon,
+        quantized,
         zero3_loading,
         checkpoints,
         refused_checkpoints,

@@ -100,6 +100,12 @@ def test_muon_in_bf16_and_after_a_resume(results: dict[str, Any]) -> None:
     assert results["muon zero2 resumed"] and results["muon zero3 resumed"]
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adapters_on_4bit_weights(results: dict[str, Any], stage: int) -> None:
+    assert results[f"4-bit zero{stage}"] == pytest.approx(results["plain 4-bit"], rel=2e-3)
+    assert results[f"4-bit zero{stage} resumed"] and results[f"4-bit zero{stage} meta"]
+
+
 def test_partitioned_loading_gives_the_same_model(results: dict[str, Any]) -> None:
     assert results["zero3_init equal"]
     assert results["zero3_init steps"] == pytest.approx([row[0] for row in results["plain tied"]], rel=1e-6)

@@ -1,0 +1,38 @@
+"""DeepSpeed's offloading of a training engine's states, made to work for every optimizer and for frozen weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+
+def offload_engine(engine: Any, stage: int) -> None:
+    """Move optimizer states, master weights, gradients and trained weights of a DeepSpeed engine to pinned memory.
+
+    Under ZeRO-3 the weights of a model with frozen ones stay: DeepSpeed's buffer of them has none of the frozen ones,
+    but would give them places in it.
+
+    Args:
+        stage: the ZeRO stage that runs.
+    """
+    kinds = None
+    if stage == 3 and not all(p.requires_grad for p in engine.module.parameters()):
+        kinds = [kind for kind in OffloadStateTypeEnum if kind != OffloadStateTypeEnum.lp_params]
+    with _any_optimizer(engine.optimizer):
+        engine.offload_states(include=kinds, pin_memory=True, non_blocking=True)
+
+
+@contextlib.contextmanager
+def _any_optimizer(zero: Any) -> Iterator[None]:
+    """ZeRO-3 offloads only FusedAdam, which it tests for by its class; the states of ours have the same names."""
+    from deepspeed.ops.adam import fused_adam
+
+    original = fused_adam.FusedAdam
+    fused_adam.FusedAdam = type(getattr(zero, "optimizer", zero))
+    try:
+        yield
+    finally:
+        fused_adam.FusedAdam = original
