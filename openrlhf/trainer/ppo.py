@@ -44,6 +44,7 @@ from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import WeightCheck
 from openrlhf.workers.group import WorkerGroup
+from openrlhf.workers.messages import CUTS
 
 SUMMARY = ("reward", "response_length", "kl", "policy_loss", "critic_loss")
 """Figures of the line that each step prints, where they exist."""
@@ -139,6 +140,10 @@ class PPOTrainer:
         self.logger.log("train", self.global_step, metrics)
         figures = {name: metrics[name] for name in SUMMARY if name in metrics}
         self.console.step_line(self.global_step, self.total_rollouts, figures)
+        if metrics.get(CUTS, 0.0) > 0:
+            self.console.say(
+                "  micro-batches did not fit into GPU memory and were cut; the actor's log says what to turn"
+            )
         if self.cfg.eval_steps > 0 and self.global_step % self.cfg.eval_steps == 0:
             self._evaluate()
 

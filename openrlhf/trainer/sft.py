@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.losses import cross_entropy_sum
@@ -30,6 +31,7 @@ from openrlhf.trainer.supervised import (
     run_command,
     total_steps,
 )
+from openrlhf.workers.backoff import MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
@@ -60,6 +62,7 @@ class SFTTrainer(SupervisedTrainer):
         self._max_tokens = cfg.micro_train_batch_size * cfg.max_len
         self._aux_coef = cfg.aux_loss_coef if cfg.aux_loss_coef > _AUX_LOSS_MIN else 0.0
         self._loss_mean = MetricSum()
+        self._backoff = MemoryBackoff(self.engine)
 
     @property
     def headline(self) -> tuple[str, ...]:
@@ -87,9 +90,9 @@ class SFTTrainer(SupervisedTrainer):
         parts = self.data.fetch(rows)
         targets = sum(int(mask.sum()) for _, mask in parts)
         tokens = sum(len(ids) for ids, _ in parts)
-        metrics = MetricSum()
-        batches = list(self._micro_batches(parts))
-        for index, batch in enumerate(batches):
+
+        def loss_of(batch: MicroBatch) -> tuple[Tensor, MetricSum]:
+            metrics = MetricSum()
             outputs = self.engine(batch)
             mask = batch.columns["mask"]
             total = cross_entropy_sum(outputs.logprobs, mask)
@@ -99,7 +102,9 @@ class SFTTrainer(SupervisedTrainer):
                 share = 0.0 if batch.is_dummy else batch.num_tokens / tokens
                 loss = loss + self._aux_coef * share * outputs.aux_loss
                 metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
-            self.engine.backward(loss, last=index == len(batches) - 1)
+            return loss, metrics
+
+        metrics = self._backoff.accumulate(list(self._micro_batches(parts)), loss_of)
         stats = self.engine.step()
         metrics.add("grad_norm", stats.grad_norm, 1.0, STEP)
         metrics.set_latest("lr", stats.lr)

@@ -261,6 +261,43 @@ class TrainEngine:
         self._engine.backward(loss * self._engine.dp_world_size, scale_wrt_gas=False)
         self._pending = 0 if last else self._pending + 1
 
+    def passes_alone(self, training: bool) -> bool:
+        """Whether this rank may repeat a pass that failed: no other one waits for it in the middle of a pass.
+
+        Args:
+            training: with a backward pass; False = a forward pass without gradients.
+        """
+        if self._stage == 3 or self.data_copies > 1:
+            return False
+        return not training or (dist.get_world_size() == 1 and not _offloads_adam(self.opts))
+
+    def discard_gradients(self) -> None:
+        """Forget everything since the last :meth:`step`, also a backward pass that ended with an error half-way.
+
+        Raises:
+            RuntimeError: the pass was one that other ranks take part in.
+        """
+        self._require_training("discard_gradients")
+        if not self.passes_alone(training=True):
+            raise RuntimeError("gradients can't be dropped on one rank alone")
+        self._pending, self._finite = 0, None
+        self._engine.zero_grad()
+        optimizer = self._engine.optimizer
+        if not hasattr(optimizer, "averaged_gradients"):
+            return
+        # As DeepSpeed does after an overflow, and with the marks of a backward pass under way taken back.
+        optimizer.zero_grad(set_to_none=True)
+        for index in optimizer.averaged_gradients.keys() | optimizer.all_grad_tensors.keys():
+            optimizer.averaged_gradients[index] = optimizer.all_grad_tensors[index] = None
+        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        optimizer._release_preflattened_grad_buffers()
+        optimizer.micro_step_id = -1
+        optimizer.ready_for_gradients = False
+        optimizer.clear_backward_seen_flag()
+        optimizer._backward_active_depth = optimizer._remaining_grad_acc_hooks = 0
+
     def step(self) -> StepStats:
         """Clip the gradient and update the weights.
 

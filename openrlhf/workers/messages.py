@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from openrlhf.algorithms.aggregation import Denominators
 from openrlhf.batching.microbatch import MicroBatch
 
+CUTS = "memory/cut_micro_batches"
+"""Metric: micro-batches of a step that were cut because they did not fit; see :mod:`openrlhf.workers.backoff`."""
+
 
 @dataclass(frozen=True)
 class StepBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from openrlhf.algorithms.metrics import MetricSum
     from openrlhf.batching.microbatch import MicroBatch
     from openrlhf.platform import MemoryStats
+    from openrlhf.workers.backoff import MemoryBackoff
     from openrlhf.workers.deepspeed_engine import TrainEngine
 
 # torch, DeepSpeed and the model code are imported inside the methods: the visible devices and the number of threads
@@ -52,6 +54,7 @@ class ModelWorker:
         self.world_size = world_size
         self.cfg: PPOConfig
         self.engine: TrainEngine
+        self.backoff: MemoryBackoff
         self._store: Any = None
 
     # --- set-up ---------------------------------------------------------------------------------------------------
@@ -75,7 +78,7 @@ class ModelWorker:
         join_group(self.rank, self.world_size, host, port, timeout, store=self._store)
         # What load() needs, while the engines are still starting: it takes longer than reading the weights.
         import openrlhf.models.logprobs
-        import openrlhf.workers.deepspeed_engine
+        import openrlhf.workers.backoff
         import openrlhf.workers.objectives  # noqa: F401
 
     def load(self, cfg: PPOConfig, total_steps: int) -> dict[str, Any]:
@@ -90,7 +93,10 @@ class ModelWorker:
         """
         self.cfg = cfg
         started = time.monotonic()
+        from openrlhf.workers.backoff import MemoryBackoff
+
         self.engine = self._build(cfg, total_steps)
+        self.backoff = MemoryBackoff(self.engine)
         return {
             "role": self.role,
             "rank": self.rank,
@@ -105,13 +111,8 @@ class ModelWorker:
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Run without gradients; one float32 array a micro-batch, per token or (reward) per sequence."""
-        import torch
-
         self.engine.eval()
-        outputs = []
-        with torch.no_grad():
-            for micro_batch in micro_batches:
-                outputs.append(self._forward_one(micro_batch.to(self.engine.device)))
+        outputs = [self.backoff.forward(micro_batch, self._forward_one) for micro_batch in micro_batches]
         return [output.float().cpu().numpy() for output in outputs]
 
     def _forward_one(self, batch: MicroBatch) -> Any:
@@ -174,10 +175,8 @@ class TrainedWorker(ModelWorker):
         self.engine.train()
         metrics = MetricSum()
         for step in steps:
-            for index, micro_batch in enumerate(step.micro_batches):
-                loss, part = self._loss(micro_batch.to(self.engine.device), step)
-                self.engine.backward(loss, last=index == len(step.micro_batches) - 1)
-                metrics = metrics.merge(part)
+            loss_of = functools.partial(self._loss, step=step)
+            metrics = metrics.merge(self.backoff.accumulate(step.micro_batches, loss_of))
             stats = self.engine.step()
             metrics.add(f"{self.prefix}_grad_norm", stats.grad_norm, 1.0, STEP)
             metrics.set_latest(f"{self.prefix}_lr", stats.lr)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from model_cases import options, packed, reference_logprobs, sequences  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+from openrlhf.algorithms.metrics import STEP, MetricSum  # noqa: E402
 from openrlhf.batching import pack  # noqa: E402
 from openrlhf.models import (  # noqa: E402
     PolicyModel,
@@ -34,6 +35,7 @@ from openrlhf.models.fused import fuse_elementwise  # noqa: E402
 from openrlhf.models.loading import write_hf_folder  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers import checkpoint_files as files  # noqa: E402
+from openrlhf.workers.backoff import MemoryBackoff, OutOfMemoryError  # noqa: E402
 from openrlhf.workers.deepspeed_engine import (  # noqa: E402
     NonFiniteError,
     OptimizerSpec,
@@ -42,6 +44,7 @@ from openrlhf.workers.deepspeed_engine import (  # noqa: E402
     TrainEngine,
 )
 from openrlhf.workers.distributed import all_reduce_sum, init_distributed, shutdown  # noqa: E402
+from openrlhf.workers.messages import CUTS  # noqa: E402
 from openrlhf.workers.muon import MuonSpec  # noqa: E402
 from openrlhf.workers.optimizer import build_optimizer, build_scheduler  # noqa: E402
 
@@ -372,7 +375,7 @@ def raises(results: dict[str, Any], key: str) -> Iterator[None]:
     try:
         yield
         results[key] = "no error"
-    except (NonFiniteError, files.CheckpointError) as error:
+    except (NonFiniteError, OutOfMemoryError, files.CheckpointError) as error:
         results[key] = str(error)
 
 
@@ -517,6 +520,71 @@ def moving_average(cases: Cases) -> None:
                 cases.results[f"average zero{stage} {name}"] = [max(gaps), moved]
 
 
+class _FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@contextmanager
+def limited_memory(engine: TrainEngine, tokens: int, place: str) -> Iterator[list[int]]:
+    """Passes over more tokens fail in the first layer, after the second one's gradients when backward; their sizes."""
+    failed: list[int] = []
+
+    def hook(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        if output.shape[:-1].numel() <= tokens:
+            return output
+        failed.append(output.shape[:-1].numel())
+        if place == "forward":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return _FailingBackward.apply(output)
+
+    handle = engine.hf_model.model.layers[0].register_forward_hook(hook)
+    yield failed
+    handle.remove()
+
+
+def backoff(cases: Cases) -> None:
+    """Micro-batches that do not fit: on one rank the steps are the plain loop's, on several the run says what to do."""
+    plan = PLANS[cases.ranks][cases.rank]
+    batches = [pack(ITEMS, {}, members) for members in plan]
+    for stage, place in [(z, p) for z in range(4) for p in ("forward", "backward")]:
+        engine = cases.engine(zero_stage=stage)
+        cases.results[f"passes alone zero{stage}"] = [engine.passes_alone(t) for t in (True, False)]
+        if not engine.passes_alone(training=True):
+            continue
+        runner, rows, cuts = MemoryBackoff(engine), [], []
+
+        def loss_of(batch: Any, engine: TrainEngine = engine) -> tuple[Tensor, MetricSum]:
+            loss, metrics = -engine(batch).logprobs.sum() / TARGETS, MetricSum()
+            metrics.add("loss", loss, 1.0 / len(batch.sequence_index), STEP)
+            return loss, metrics
+
+        with limited_memory(engine, 9, place) as failed:
+            for _ in range(3):
+                metrics = runner.accumulate(batches, loss_of)
+                stats = engine.step()
+                loss = float(metrics.to_numbers()["loss"].total)
+                rows.append([loss, stats.grad_norm, stats.lr])
+                cuts.append(metrics.values()[CUTS])
+        cases.results[f"backoff zero{stage} {place}"] = {"rows": rows, "cuts": cuts, "failed": failed}
+    engine = cases.engine(zero_stage=2)
+    runner = MemoryBackoff(engine)
+    whole, run = pack(ITEMS, {}, range(len(ITEMS))), lambda batch: engine(batch).logprobs
+    with torch.no_grad():
+        expected = run(whole)
+    with limited_memory(engine, 9, "forward") as failed:
+        cases.results["backoff forward"] = [float((runner.forward(whole, run) - expected).abs().max()), failed]
+    with limited_memory(engine, 5, "forward"), raises(cases.results, "backoff too long"):
+        runner.forward(whole, run)
+    with limited_memory(engine, 0, "forward"), raises(cases.results, "backoff training"):
+        runner.accumulate(batches, lambda batch: (engine(batch).logprobs.sum(), MetricSum()))
+
+
 def main() -> None:
     world = init_distributed(timeout_s=120)
     rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
@@ -535,6 +603,7 @@ def main() -> None:
         broken_weights,
         inference,
         moving_average,
+        backoff,
     ):
         part(cases)
     if rank == 0:

@@ -205,3 +205,29 @@ def test_moving_average_is_what_is_saved(results: dict[str, Any], stage: int, ru
     difference, distance = results[f"average zero{stage} {run}"]
     assert difference <= 1e-6  # float32 against float64
     assert distance > 1e-4, "the average lags behind the weights"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("place", ["forward", "backward"])
+def test_micro_batches_that_do_not_fit_are_cut_and_the_steps_stay_the_same(
+    all_results: dict[int, dict[str, Any]], stage: int, place: str
+) -> None:
+    case = all_results[1][f"backoff zero{stage} {place}"]
+    # Micro-batches of 12, 2, 20 and 1 tokens where 9 fit: 12 -> 3 + 9, 20 -> 7 + 13 -> 7 + 8 + 5, then known before.
+    assert case["failed"] == [12, 20, 13]
+    assert case["cuts"] == [3, 3, 3]
+    assert largest_difference(case["rows"], all_results[1]["plain"]) < 1e-6
+    assert all_results[1][f"passes alone zero{stage}"] == [True, True]
+
+
+def test_where_ranks_wait_for_one_another_the_run_ends_with_advice(all_results: dict[int, dict[str, Any]]) -> None:
+    for ranks, results in all_results.items():
+        tokens, sequences = (3, 1) if ranks == 1 else (12, 2)
+        message = f"a micro-batch of {tokens} tokens in {sequences} sequences does not fit into GPU memory"
+        assert results["backoff training"].startswith(message)
+        assert "--train_max_tokens_per_gpu), --gradient_checkpointing" in results["backoff training"]
+        assert "of 9 tokens in 1 sequences" in results["backoff too long"]
+        assert "--micro_rollout_batch_size" in results["backoff too long"]
+        difference, failed = results["backoff forward"]
+        assert difference < 1e-6 and failed[:2] == [34, 14]
+    assert [all_results[2][f"passes alone zero{z}"] for z in STAGES] == [[False, z < 3] for z in STAGES]
