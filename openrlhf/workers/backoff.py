@@ -47,6 +47,7 @@ def _part(batch: MicroBatch, first: int, last: int) -> MicroBatch:
         batch.cu_seqlens[first : last + 1] - start,
         {name: column[start:end] for name, column in batch.columns.items()},
         batch.sequence_index[first:last],
+        tuple((at - start, count, content) for at, count, content in batch.images if start <= at < end),
     )
 
 
