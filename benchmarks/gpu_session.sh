@@ -21,10 +21,12 @@ part() {
     generation) python3 benchmarks/generation.py --work "$work" --json "$OUT/generation.json" ;;
     training) python3 benchmarks/training.py --work "$work" --stages 2 --checkpointing on off --json "$OUT/training.json" ;;
     logprobs) python3 benchmarks/logprobs.py ;;
+    parallel) bash tests/gpu/run.sh -q --timeout 200 tests/gpu/test_parallel_on_gpu.py ;;
     tests) bash tests/gpu/run.sh -q -x --timeout 500 ;;
     e2e) python3 -m pytest -q --timeout 500 tests/e2e/test_ppo_command.py ;;
     placements*) # placements, placements:CASE:CASE
-      python3 benchmarks/placements.py --gpus "$(tr ',' '\n' <<<"$2" | wc -l)" --out "$work" $(tr ':' ' ' <<<"${1#placements}") ;;
+      python3 benchmarks/placements.py --gpus "$(tr ',' '\n' <<<"$2" | wc -l)" --steps "${STEPS:-40}" \
+        --out /tmp/openrlhf_bench_placements $(tr ':' ' ' <<<"${1#placements}") ;;
     *) echo "unknown part $1" ;;
   esac
 }
