@@ -226,8 +226,14 @@ class AgentEngine:
         given = (data or {}).get("image") or ()
         given = given if isinstance(given, Sequence) and not isinstance(given, (str, bytes)) else [given]
         if not given:
-            known = prompt[: len(self.prompt_token_ids)] == self.prompt_token_ids
-            return prompt, self.placed if known else ()
+            if prompt[: len(self.prompt_token_ids)] == self.prompt_token_ids:
+                return prompt, self.placed
+            if self.placed and self.images is not None and self.images.token_id in prompt:
+                raise AgentError(
+                    f"{self.name}: the ids have places for images, and no images are given: begin with "
+                    'llm_engine.prompt_token_ids, or give multi_modal_data={"image": images}'
+                )
+            return prompt, ()
         if all(isinstance(image, PlacedImage) for image in given):
             return prompt, tuple(given)
         if self.images is None:

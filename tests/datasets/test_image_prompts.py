@@ -12,13 +12,11 @@ from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import AutoTokenizer
+from vision_cases import PLACE, make_tiny_vision_model
 
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow, build_prompts, load_prompts
 from openrlhf.datasets.sources import DataError
-from openrlhf.utils.tiny_model import make_tiny_vision_model
-
-PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from ppo_helpers import Command, CommandRun, ppo_arguments, read_metrics
 from transformers import AutoModelForImageTextToText, AutoTokenizer
+from vision_cases import make_tiny_vision_model
 
 from openrlhf.rollout.dump import read_rollout_dump
-from openrlhf.utils.tiny_model import make_tiny_vision_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

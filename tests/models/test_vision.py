@@ -13,6 +13,7 @@ from model_cases import options
 from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from vision_cases import make_tiny_vision_model
 
 from openrlhf.batching import MicroBatch, pack
 from openrlhf.models import load_causal_lm
@@ -20,7 +21,7 @@ from openrlhf.models.loading import ModelLoadError, write_hf_folder
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.models.vision import VisionError, VisionInputs, freeze_visual_encoder
 from openrlhf.utils.images import decode_image
-from openrlhf.utils.tiny_model import make_tiny_model, make_tiny_vision_model
+from openrlhf.utils.tiny_model import make_tiny_model
 
 SIZES = ((70, 90), (100, 60), (56, 112))
 

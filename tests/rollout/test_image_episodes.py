@@ -181,6 +181,13 @@ class Careless(Looking):
     expand = False
 
 
+class Forgetful(AgentExecutorBase):
+    """Written for text: encodes the prompt and knows of no images."""
+
+    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):
+        return await llm_engine.generate(hf_tokenizer.encode(prompt, add_special_tokens=False), sampling_params)
+
+
 class Reusing(AgentExecutorBase):
     """Begins with the engine's ids of the prompt, which have all tokens of its image."""
 
@@ -201,6 +208,11 @@ def test_executors_of_their_own(executor: AgentExecutorBase) -> None:
 def test_an_executor_that_trains_on_other_ids_is_told() -> None:
     with pytest.raises(AgentError, match="observation_tokens 1 to 4 are not the image that the engine saw"):
         run(SeeingEngine([[A, EOS]]), "a?b", [picture(3)], executor=Careless())
+
+
+def test_images_are_never_left_out_unnoticed() -> None:
+    with pytest.raises(AgentError, match="places for images, and no images are given: begin with llm_engine.prompt"):
+        run(SeeingEngine([[A, EOS]]), "a?b", [picture(3)], executor=Forgetful())
 
 
 def test_images_survive_checkpoint_and_dump(tmp_path: Path) -> None:
