@@ -43,7 +43,7 @@ class LoadOptions(PrecisionOptions):
     use_ms: bool = flag(False, "download models and data from ModelScope", "use_ms")
     experts_implementation: str | None = flag(
         None,
-        "kernel for mixture-of-experts layers, handed to transformers",
+        "kernel for mixture-of-experts layers; grouped_mm, what transformers chooses, if not given",
         "ds.experts_implementation",
         choices=("eager", "batched_mm", "grouped_mm", "deepgemm"),
         since="0.11",

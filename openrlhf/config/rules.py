@@ -189,6 +189,9 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
     if cfg.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
         problem = "needs the package bitsandbytes, which isn't installed"
         yield Violation("load_in_4bit", problem, "pip install bitsandbytes")
+    if cfg.experts_implementation == "deepgemm" and importlib.util.find_spec("kernels") is None:
+        problem = "deepgemm needs the package kernels, which isn't installed"
+        yield Violation("experts_implementation", problem, "pip install kernels, or use grouped_mm")
     if cfg.use_ms and importlib.util.find_spec("modelscope") is None:
         yield Violation("use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope")
     if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:

@@ -38,11 +38,6 @@ NOT_YET: dict[str, NotYet] = {
         "weights are never sent through Ray's collectives",
         "leave it out: --vllm_sync_backend chooses the way",
     ),
-    "experts_implementation": NotYet(
-        lambda cfg: cfg.experts_implementation is not None,
-        "the kernel of mixture-of-experts layers can't be chosen",
-        "leave it out",
-    ),
 }
 
 

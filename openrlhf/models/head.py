@@ -1,4 +1,4 @@
-"""The language-model head and log-softmax in one, a few rows at a time.
+"""The language-model head and log-softmax in one, a few rows at a time; and the scalar head of critics.
 
 Logits of all tokens at once take ``N x vocabulary`` floats, more than the rest of the model. Here a chunk of rows is
 turned into log-probabilities and dropped; the backward pass makes each chunk's logits again.
@@ -19,6 +19,25 @@ from openrlhf.models.fused import can_fuse, fuse
 
 CHUNK_BYTES = 256 << 20
 """Most bytes of one chunk's logits; with their gradient, twice as much is alive at a time."""
+
+
+class ScalarHead(nn.Linear):
+    """A linear head of values or scores that multiplies in float32, whatever its weight and its input are.
+
+    In bf16 a score of 10 would be a multiple of 1/16, and the difference of two good answers often 0.
+    """
+
+    @classmethod
+    def of(cls, head: nn.Linear) -> ScalarHead:
+        """A head with the parameters of another linear layer."""
+        new = cls(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+        new.weight, new.bias = head.weight, head.bias
+        return new
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float32, of the shape that a linear layer gives."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.linear(hidden.float(), self.weight.float(), bias)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from transformers import (
 from openrlhf import platform
 from openrlhf.models.attention import PACKED_ATTENTION, check_packing
 from openrlhf.models.fused import fuse_elementwise
+from openrlhf.models.head import ScalarHead
 from openrlhf.models.lora import LoraSettings, add_lora, is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.models.quantized import keep_layout, nf4_config
@@ -59,6 +60,7 @@ class ModelOptions(LoraSettings, Protocol):
     gradient_checkpointing_use_reentrant: bool
     use_liger_kernel: bool
     load_in_4bit: bool
+    experts_implementation: str | None
     zero_stage: int
     seed: int
 
@@ -234,9 +236,8 @@ def _from_pretrained(
     implementation: Any = attention
     if attention == PACKED_ATTENTION and is_vision_model(config):  # it is causal, and images are not
         implementation = {"": attention, "text_config": attention, "vision_config": "sdpa"}
-    experts = getattr(opts, "experts_implementation", None)  # commands without mixtures of experts lack the flag
-    if experts is not None:
-        extra["experts_implementation"] = experts
+    if opts.experts_implementation is not None:
+        extra["experts_implementation"] = opts.experts_implementation
     if opts.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
         raise ModelLoadError("--load_in_4bit needs the package bitsandbytes: pip install bitsandbytes")
     try:
@@ -355,6 +356,7 @@ def load_sequence_regression(
         if head_missing and not init_head:
             note_once(logger, f"{path}: no weight {prefix}.weight; the head starts from random values")
         _init_head(head, config.get_text_config().hidden_size, opts.seed)
+    model.score = ScalarHead.of(head)
     if not trainable:
         return model.requires_grad_(False).eval()
     return _prepare_training(model, opts, "SEQ_CLS")

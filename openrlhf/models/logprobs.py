@@ -218,4 +218,4 @@ def share_sequences(model: nn.Module, size: int) -> None:
 
 
 def _scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
-    return unwrap_hf(model).score(hidden).squeeze(-1).float()
+    return unwrap_hf(model).score(hidden).squeeze(-1)

@@ -98,6 +98,7 @@ def _serve_here(cfg: ServeRMConfig, sock: socket.socket, index: int, on_ready: A
         attn_implementation=cfg.attn_implementation,
         packing_samples=cfg.packing_samples,
         load_in_4bit=cfg.load_in_4bit,
+        experts_implementation=cfg.experts_implementation,
     )
     scorer = RewardScorer.load(
         cfg.reward_pretrain,

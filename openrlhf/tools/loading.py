@@ -24,6 +24,7 @@ class LoadSettings:
     attn_implementation: str = "auto"
     packing_samples: bool = False
     load_in_4bit: bool = False
+    experts_implementation: str | None = None
     gradient_checkpointing: bool = False
     gradient_checkpointing_use_reentrant: bool = False
     use_liger_kernel: bool = False

@@ -552,6 +552,8 @@ class TestOthers:
         import importlib.util
 
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        asked = ("--experts_implementation", "deepgemm")
+        assert "pip install kernels" in violations("train_sft", *asked)["experts_implementation"]
         asked = ("--load_in_4bit", "--lora_rank", "4")
         assert "pip install bitsandbytes" in violations("train_sft", *asked)["load_in_4bit"]
         assert "pip install modelscope" in violations("train_sft", "--use_ms")["use_ms"]

@@ -146,6 +146,26 @@ def test_value_is_that_of_the_state_before_the_token(llama: str, packing: bool) 
     torch.testing.assert_close(values, torch.cat(expected), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("lora", [0, 4])
+def test_values_and_scores_of_bf16_models_are_float32(llama: str, lora: int) -> None:
+    model = load_sequence_regression(llama, options(param_dtype="bf16", lora_rank=lora)).bfloat16()
+    critic, batch = ValueModel(model), packed(sequences())
+    with torch.no_grad():
+        hidden, _ = critic.hidden_states(batch)
+        weight = next(p for n, p in model.named_parameters() if "score" in n and p.requires_grad)
+        assert hidden.dtype == weight.dtype == torch.bfloat16
+        exact = hidden.double() @ weight[0].double()
+        values = critic(batch)
+    seen = batch.position_ids > 0
+    torch.testing.assert_close(values[seen].double(), exact.roll(1)[seen], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        RewardModel(model)(batch).double(), exact[batch.cu_seqlens[1:].long() - 1], atol=1e-6, rtol=1e-5
+    )
+    RewardModel(model)(batch).sum().backward()
+    assert weight.grad is not None and float(weight.grad.float().norm()) > 0
+    assert float((values - values.bfloat16()).abs().max()) > 0, "these values don't fit into bf16"
+
+
 def test_value_does_not_see_its_own_token(llama: str) -> None:
     critic = ValueModel(load_sequence_regression(llama, options()))
     a, b = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 6, 9, 8])
@@ -206,11 +226,15 @@ def test_kernels_of_experts_agree(tmp_path: Path, kernel: str) -> None:
     folder = make_tiny_model(tmp_path / "m", "qwen3_moe", **ARCHITECTURES["qwen3_moe"])
     model = load_causal_lm(folder, options(experts_implementation=kernel))
     assert model.config._experts_implementation == kernel
-    with torch.no_grad():
-        expected = reference_logprobs(AutoModelForCausalLM.from_pretrained(folder), sequences())
-        torch.testing.assert_close(
-            PolicyModel(model)(packed(sequences())).logprobs.double(), expected, atol=1e-5, rtol=0
-        )
+    stock = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", attn_implementation="eager")
+    expected = reference_logprobs(stock.double(), sequences())
+    got = PolicyModel(model)(packed(sequences())).logprobs
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=0)
+    got.sum().backward()
+    expected.sum().backward()
+    for (name, parameter), reference in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert parameter.grad is not None and reference.grad is not None, name
+        torch.testing.assert_close(parameter.grad.double(), reference.grad, atol=1e-3, rtol=1e-4, msg=name)
 
 
 def test_dense_models_have_no_router_loss(llama: str) -> None:
