@@ -27,6 +27,7 @@ def usage() -> str:
             "",
             *lines,
             f"  {'config':<16} Explain, show or compare configurations without running anything.",
+            f"  {'hooks':<16} Try the hooks of a train_ppo_ray run on its first prompts: hooks check [flags].",
             "",
             "openrlhf COMMAND --help lists a command's flags; openrlhf config explain COMMAND [flags] says what",
             "they come to: every value, where it is from, batches, steps and GPUs.",
@@ -49,9 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from openrlhf.config.explain import main as config_main
 
         return config_main(rest)
+    if command == "hooks":
+        from openrlhf.cli.hooks import main as hooks_main
+
+        return hooks_main(rest)
     names = command_names()
     if command not in names:
-        near = get_close_matches(command.replace("-", "_"), [*names, "config"], n=1)
+        near = get_close_matches(command.replace("-", "_"), [*names, "config", "hooks"], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"openrlhf: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2

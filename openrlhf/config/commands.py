@@ -29,6 +29,7 @@ from openrlhf.config.options_model import (
 from openrlhf.config.options_ppo import (
     EngineOptions,
     EvalOptions,
+    HookOptions,
     PlacementOptions,
     RolloutOptions,
     SamplingOptions,
@@ -128,6 +129,7 @@ class PPOConfig(
     ActorCriticOptions,
     PlacementOptions,
     EngineOptions,
+    HookOptions,
     EvalOptions,
     ValueHeadOptions,
     TrainerOptions,

@@ -17,6 +17,7 @@ GROUP_ORDER = (
     "Algorithm",
     "Sampling",
     "Rollouts",
+    "Hooks",
     "Reward model loss",
     "DPO loss",
     "KTO loss",

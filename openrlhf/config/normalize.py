@@ -285,6 +285,8 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
             "--enable_vllm_is_correction compares probabilities among all tokens with those among the tokens that "
             "--top_p, --top_k or --min_p left to sample from: the ratios have a bias"
         )
+    hook = next((f for f in ("custom_generate_function_path", "custom_rm_path") if getattr(cfg, f)), None)
+    changer.fill("reward_on_failure", "drop" if hook else "stop", f"--{hook}" if hook else "")
     if cfg.normalize_reward and not cfg.reward_pretrain:
         changer.note("--normalize_reward changes nothing: only reward models have a stored mean and std")
     if cfg.init_kl_coef == 0:

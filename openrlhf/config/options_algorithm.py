@@ -47,9 +47,10 @@ class RewardOptions(OptionGroup):
         "reward.normalize_enable",
     )
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "limits of a sample's reward", "reward.clip_range")
-    reward_on_failure: str = flag(
-        "stop",
-        "when a reward can't be had: stop the run, drop the sample, or count it as zero",
+    reward_on_failure: str | None = flag(
+        None,
+        "when a reward or a hook fails: stop the run, drop the sample, or count it as zero; drop with "
+        "custom_generate_function_path or custom_rm_path, else stop, if not given",
         choices=("stop", "drop", "zero"),
         since="new",
     )

@@ -105,6 +105,14 @@ class PromptDataOptions(DataOptions, InputOptions):
     label_key: str | None = flag(
         None, "column that rewards and agents get as the label; an empty text if not given", "data.label_key"
     )
+    metadata_key: str | None = flag(
+        None,
+        "column with a dict of facts for rewards, hooks, dumps and metrics, besides the other columns",
+        since="new",
+    )
+    tool_key: str | None = flag(
+        None, "column with a prompt's tools for the chat template: a list, or its JSON text", since="new"
+    )
     prompt_max_len: int | None = flag(
         None, "tokens of a prompt; what max_len leaves beside the response if not given", since="old"
     )

@@ -162,6 +162,28 @@ class RolloutOptions(OptionGroup):
 
 
 @dataclass(kw_only=True)
+class HookOptions(OptionGroup):
+    title: ClassVar[str] = "Hooks"
+
+    custom_generate_function_path: str | None = flag(
+        None, "plays an episode: file.py:function or package.module.function, as all hooks", since="new"
+    )
+    custom_rm_path: str | None = flag(None, "gives the reward of a sample", since="new")
+    group_rm: bool = flag(
+        False, "custom_rm_path gets all samples of a prompt at once and gives a list of rewards", since="new"
+    )
+    reward_key: str = flag("reward", "key of the reward where custom_rm_path gives a dict", since="new")
+    dynamic_sampling_filter_path: str | None = flag(
+        None, "says whether to train on a group, in the place of dynamic_filtering", since="new"
+    )
+    buffer_filter_path: str | None = flag(
+        None,
+        "chooses which waiting groups a step trains on: a hook, or fifo, freshest or priority; the oldest if not given",
+        since="new",
+    )
+
+
+@dataclass(kw_only=True)
 class EvalOptions(OptionGroup):
     title: ClassVar[str] = "Evaluation"
 

@@ -32,6 +32,8 @@ _ARITHMETIC = frozenset(
     ).split()
 )
 
+HOOKS = ("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
+
 
 def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str] = ()) -> Iterator[Violation]:
     """Check all rules; `broken` are the flags already known to be wrong."""
@@ -51,32 +53,54 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
 
 
 def _check_rewards(cfg: PPOConfig) -> Iterator[Violation]:
-    sources = [f for f in ("remote_rm_url", "agent_func_path", "reward_pretrain") if getattr(cfg, f)]
+    flags = ("remote_rm_url", "agent_func_path", "reward_pretrain", "custom_rm_path")
+    sources = [f for f in flags if getattr(cfg, f)]
     choices = (
-        "--remote_rm_url with URLs or a .py file, --agent_func_path with a .py file, or --reward_pretrain "
-        "with a reward model"
+        "--remote_rm_url with URLs or a .py file, --agent_func_path with a .py file, --custom_rm_path with a function, "
+        "or --reward_pretrain with a reward model"
     )
-    if not sources:
+    # A generate function may give the rewards itself.
+    if not sources and not cfg.custom_generate_function_path:
         yield Violation("remote_rm_url", "nothing gives a reward", f"use one of {choices}")
     elif len(sources) > 1:
         given = " and ".join("--" + flag for flag in sources)
         fix = "keep one" + ("; a critic's model is --critic_pretrain" if "reward_pretrain" in sources else "")
         yield Violation(sources[0], f"{given} all give rewards, and only one can count", fix)
+    elif cfg.agent_func_path and cfg.custom_generate_function_path:
+        problem = "--agent_func_path and --custom_generate_function_path both play the episodes"
+        yield Violation("custom_generate_function_path", problem, "keep one")
+    instead = "use --remote_rm_url, --custom_rm_path or --agent_func_path (serve_rm makes a URL of a reward model)"
     if sources == ["reward_pretrain"]:
         if "," in (cfg.reward_pretrain or ""):
             yield Violation("reward_pretrain", "several reward models can't be used at once", "name one")
         if cfg.eval_dataset:
-            yield Violation(
-                "eval_dataset",
-                "evaluation needs scores that a reward model in training doesn't give",
-                "use --remote_rm_url or --agent_func_path (serve_rm makes a URL of a reward model)",
-            )
-    if cfg.dynamic_filtering and sources in ([], ["reward_pretrain"]):
+            problem = "evaluation needs scores that a reward model in training doesn't give"
+            yield Violation("eval_dataset", problem, instead)
+    for flag in ("dynamic_filtering", "dynamic_sampling_filter_path"):
+        if getattr(cfg, flag) and (sources == ["reward_pretrain"] or (flag == "dynamic_filtering" and not sources)):
+            yield Violation(flag, "filters by scores that must be there before the models run", instead)
+    yield from _check_hooks(cfg)
+
+
+def _check_hooks(cfg: PPOConfig) -> Iterator[Violation]:
+    for flag in HOOKS:
+        path = getattr(cfg, flag) or ""
+        if ":" in path:
+            yield from _check_python_file(flag, path.rpartition(":")[0], "the function, and write file.py:function")
+        elif path.endswith(".py"):
+            yield Violation(flag, f"{path} names no function", f"write {path}:function")
+    if cfg.dynamic_filtering and cfg.dynamic_sampling_filter_path:
+        problem = "--dynamic_filtering and --dynamic_sampling_filter_path both decide on groups"
+        yield Violation("dynamic_sampling_filter_path", problem, "keep one")
+    if cfg.group_rm and not cfg.custom_rm_path:
         yield Violation(
-            "dynamic_filtering",
-            "filters by scores that must be there before the models run",
-            "use --remote_rm_url or --agent_func_path (serve_rm makes a URL of a reward model)",
+            "group_rm", "is about --custom_rm_path, which is not given", "name the function, or leave it out"
         )
+    if cfg.group_rm and cfg.advantage_estimator == "remax":
+        problem = "the greedy response that remax compares with belongs to no group"
+        yield Violation("group_rm", problem, "use another estimator, or a reward for single samples")
+    if cfg.tool_key and not cfg.apply_chat_template:
+        yield Violation("tool_key", "tools are shown by a chat template", "add --apply_chat_template")
 
 
 def _check_files(cfg: PPOConfig) -> Iterator[Violation]:
@@ -139,12 +163,10 @@ def _check_groups(cfg: PPOConfig) -> Iterator[Violation]:
             "differ",
             f"use --pass_k {n - 1} or less, or more responses",
         )
-    elif n == 1 and cfg.dynamic_filtering:
-        yield Violation(
-            "n_samples_per_prompt",
-            "--dynamic_filtering judges groups of responses, and groups of 1 say nothing",
-            "use 2 or more",
-        )
+    elif n == 1 and (cfg.dynamic_filtering or cfg.dynamic_sampling_filter_path):
+        flag = "dynamic_filtering" if cfg.dynamic_filtering else "dynamic_sampling_filter_path"
+        problem = f"--{flag} judges groups of responses, and groups of 1 say nothing"
+        yield Violation("n_samples_per_prompt", problem, "use 2 or more")
 
 
 def _check_correction(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:
@@ -194,12 +216,12 @@ def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
             "leave it out",
         )
     surplus = (cfg.vllm_generate_batch_size or 0) > cfg.rollout_batch_size
-    if surplus and not cfg.async_train:
+    if surplus and not (cfg.async_train or cfg.dynamic_filtering or cfg.dynamic_sampling_filter_path):
         yield Violation(
             "vllm_generate_batch_size",
             f"{cfg.vllm_generate_batch_size} prompts are more than --rollout_batch_size "
             f"{cfg.rollout_batch_size} can use",
-            "use at most as many, or --async_train",
+            "use at most as many, or --async_train, or a filter that drops some",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,8 @@ class PromptRow:
         text: the prompt as text, template applied, not shortened.
         token_ids: what the engine is given.
         label: value of ``--label_key``; "" without it.
-        datasource: value of the column ``datasource``, for metrics by source.
-        metadata: the row's other columns.
+        datasource: value of the column ``datasource``, or of that key of the metadata, for metrics by source.
+        metadata: the row's other columns, and what the column ``--metadata_key`` holds; ``tools`` with ``--tool_key``.
         images: file paths, URLs or contents of image files, in the order of their placeholders in the prompt.
     """
 
@@ -91,7 +92,8 @@ def build_prompts(
     Raises:
         DataError: a column is missing, a row is null, empty or malformed, or nothing is left.
     """
-    require_columns(rows, {"input_key": cfg.input_key, "label_key": cfg.label_key}, source)
+    keys = {flag: getattr(cfg, flag) for flag in ("input_key", "label_key", "metadata_key", "tool_key")}
+    require_columns(rows, keys, source)
     prompts: list[PromptRow] = []
     cut = dropped = 0
     if image_placeholder is not None:
@@ -105,7 +107,8 @@ def build_prompts(
             value = with_image_parts(value, len(images), where)
             if isinstance(row[cfg.input_key], str) and not cfg.apply_chat_template:
                 value = placeholder_text(value, image_placeholder)
-        text, ids = _prompt(value, cfg, tokenizer, where)
+        facts = _facts(row, cfg, where, bool(images))
+        text, ids = _prompt(value, cfg, tokenizer, where, facts.get("tools") if cfg.tool_key else None)
         if image_placeholder is not None and text.count(image_placeholder) != len(images):
             raise DataError(
                 f"{where}: the chat template puts {text.count(image_placeholder)} image placeholders "
@@ -117,15 +120,14 @@ def build_prompts(
                 continue
             cut += 1
             ids = ids[len(ids) - max_prompt_tokens :]
-        used = {cfg.input_key, cfg.label_key, "datasource"} | ({cfg.image_key} if images else set())
         prompts.append(
             PromptRow(
                 prompt_id=index,
                 text=text,
                 token_ids=ids,
                 label=row[cfg.label_key] if cfg.label_key is not None else "",
-                datasource=str(row.get("datasource") or DEFAULT_DATASOURCE),
-                metadata={name: value for name, value in row.items() if name not in used and value is not None},
+                datasource=str(row.get("datasource") or facts.get("datasource") or DEFAULT_DATASOURCE),
+                metadata=facts,
                 images=tuple(images),
             )
         )
@@ -136,13 +138,53 @@ def build_prompts(
     return prompts
 
 
-def _prompt(value: Any, cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[str, list[int]]:
+def _facts(row: dict[str, Any], cfg: PPOConfig, where: str, has_images: bool) -> dict[str, Any]:
+    """What a row says besides prompt and label."""
+    used = {cfg.input_key, cfg.label_key, cfg.metadata_key, cfg.tool_key, "datasource"} | ({cfg.image_key} if has_images else set())
+    facts = {name: value for name, value in row.items() if name not in used and value is not None}
+    if cfg.metadata_key and (own := _decoded(row[cfg.metadata_key])) is not None:
+        if not isinstance(own, dict):
+            raise DataError(
+                f"{where}: column {cfg.metadata_key!r} (--metadata_key) is a {type(own).__name__}, not a dict"
+            )
+        facts |= own
+    if cfg.tool_key and (tools := _decoded(row[cfg.tool_key])):
+        if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise DataError(f"{where}: column {cfg.tool_key!r} (--tool_key) must be a list of dicts, or its JSON text")
+        facts["tools"] = tools
+    return facts
+
+
+def _decoded(value: Any) -> Any:
+    """The value of a JSON text, or the value of a column as the row meant it."""
+    if not isinstance(value, str):
+        return _without_none(value)
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _without_none(value: Any) -> Any:
+    """Columns of structs come with None for keys that other rows have."""
+    if isinstance(value, dict):
+        return {str(name): _without_none(item) for name, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _prompt(
+    value: Any,
+    cfg: PPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    tools: list[dict[str, Any]] | None = None,
+) -> tuple[str, list[int]]:
     if value is None:
         raise DataError(f"{where}: column {cfg.input_key!r} is null")
     if len(value) == 0:
         raise DataError(f"{where}: column {cfg.input_key!r} is empty")
     if cfg.apply_chat_template:
-        text = texts.prompt_text(tokenizer, value, where)
+        text = texts.prompt_text(tokenizer, value, where, tools)
         return text, texts.encode_rendered(tokenizer, text)
     if not isinstance(value, str):
         raise DataError(

@@ -58,11 +58,18 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
     return messages
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prompt: bool, where: str) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    prompt: bool,
+    where: str,
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> str:
     """A conversation as text.
 
     Args:
         prompt: end with the head of an assistant turn.
+        tools: descriptions of the tools that the template shows.
 
     Raises:
         DataError: the tokenizer has no chat template, or the template refuses the messages.
@@ -72,15 +79,19 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], prom
     from jinja2.exceptions import TemplateError
 
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt)
+        text = tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt
+        )
     except (TemplateError, TypeError, KeyError) as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
     return str(text)
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, value: Any, where: str) -> str:
-    """The text an assistant answers, from a user's text or a list of messages."""
-    return render(tokenizer, as_messages(value, "user", where), True, where)
+def prompt_text(
+    tokenizer: PreTrainedTokenizerBase, value: Any, where: str, tools: Sequence[dict[str, Any]] | None = None
+) -> str:
+    """The text an assistant answers, from a user's text or a list of messages; see :func:`render`."""
+    return render(tokenizer, as_messages(value, "user", where), True, where, tools)
 
 
 def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

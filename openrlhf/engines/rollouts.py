@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import PPOConfig
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.vision import VisionInputs
+from openrlhf.rollout.agents import AgentExecutorBase
 from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
+from openrlhf.rollout.hooks import GenerateFunction, GroupFilter, SampleReward, load_hook
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.protocol import GenerationEngine, SamplingParams
-from openrlhf.rollout.rewards import RewardClient, make_reward_source
+from openrlhf.rollout.rewards import RewardClient, RewardSource, make_reward_source
 
 
 def reward_urls(cfg: PPOConfig) -> str | None:
@@ -57,17 +59,55 @@ class RolloutSpec:
     default_sampling: SamplingParams
 
 
+def reward_source(cfg: PPOConfig) -> RewardSource | None:
+    """Where rewards come from; None when an agent, a generate function or a reward model gives them.
+
+    Raises:
+        RewardError, HookError: there is no such reward, or it can't be called.
+    """
+    if cfg.custom_rm_path:
+        contract = "group_rm" if cfg.group_rm else "custom_rm_path"
+        return SampleReward(load_hook("custom_rm_path", cfg.custom_rm_path, contract), cfg)
+    urls = reward_urls(cfg)
+    return None if urls is None else make_reward_source(urls, cfg.reward_weights)
+
+
+def executor_of(cfg: PPOConfig) -> AgentExecutorBase | None:
+    """What plays the episodes, if the user brings that.
+
+    Raises:
+        AgentError, HookError: it can't be loaded or called.
+    """
+    if cfg.custom_generate_function_path:
+        return GenerateFunction(load_hook("custom_generate_function_path", cfg.custom_generate_function_path), cfg)
+    return load_agent_executor(cfg.agent_func_path) if cfg.agent_func_path else None
+
+
+def group_filter_of(cfg: PPOConfig) -> GroupFilter | None:
+    """The user's filter of groups.
+
+    Raises:
+        HookError: it can't be loaded or called.
+    """
+    path = cfg.dynamic_sampling_filter_path
+    return GroupFilter(load_hook("dynamic_sampling_filter_path", path), cfg) if path else None
+
+
 class GroupRunner:
     """Runs groups of episodes against one engine."""
 
     def __init__(self, spec: RolloutSpec, engine: GenerationEngine) -> None:
         cfg = spec.cfg
         self._engine = engine
-        urls = reward_urls(cfg)
+        source = reward_source(cfg)
         self._rewards = None
-        if urls is not None:
-            source = make_reward_source(urls, cfg.reward_weights)
-            self._rewards = RewardClient(source, on_failure=cfg.reward_on_failure)
+        if source is not None:
+            self._rewards = RewardClient(
+                source,
+                on_failure=cfg.reward_on_failure or "stop",
+                # A function for single samples gets each as soon as it is there.
+                **({"batch_size": 1, "max_concurrency": 64} if cfg.custom_rm_path else {}),
+            )
         tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
         eos_ids = model_eos_ids(cfg.model_path)
         if tokenizer.eos_token_id is not None:
@@ -78,12 +118,15 @@ class GroupRunner:
             tokenizer=tokenizer,
             eos_token_ids=eos_ids or None,
             rewards=self._rewards,
-            executor=load_agent_executor(cfg.agent_func_path) if cfg.agent_func_path else None,
+            group_reward=cfg.group_rm,
+            group_filter=group_filter_of(cfg),
+            executor=executor_of(cfg),
             prompt_limit=cfg.prompt_max_len,
             on_long_prompt="drop" if cfg.prompt_overlong == "drop" else "truncate",
             seed=cfg.seed,
             episode_timeout=cfg.rollout_timeout,
-            on_agent_failure="drop" if cfg.reward_on_failure == "drop" else "raise",
+            # A response that does not come about can't be given a reward of 0 either.
+            on_agent_failure="drop" if cfg.reward_on_failure in ("drop", "zero") else "raise",
             images=prompt_images(cfg, tokenizer) if cfg.max_images_per_prompt else None,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
@@ -23,6 +23,32 @@ def oldest_first(groups: Sequence[Group], count: int) -> list[int]:
 def freshest_first(groups: Sequence[Group], count: int) -> list[int]:
     """The groups sampled by the newest weights, the older entry first among equals."""
     return sorted(range(len(groups)), key=lambda index: (-group_version(groups[index]), index))[:count]
+
+
+def highest_priority_first(groups: Sequence[Group], count: int) -> list[int]:
+    """The groups whose prompts have the largest number under ``priority`` in their metadata (0 without one)."""
+    priorities = [float(group.item.metadata.get("priority") or 0.0) for group in groups]
+    return sorted(range(len(groups)), key=lambda index: (-priorities[index], index))[:count]
+
+
+SELECTIONS: dict[str, Selection] = {
+    "fifo": oldest_first,
+    "freshest": freshest_first,
+    "priority": highest_priority_first,
+}
+"""Selections by the names that ``--buffer_filter_path`` takes."""
+
+
+def checked_selection(indices: Iterable[Any], size: int, count: int, where: str = "the selection") -> list[int]:
+    """The indices as a list.
+
+    Raises:
+        ValueError: they are not `count` different indices below `size`.
+    """
+    chosen = list(indices)
+    if len(chosen) != count or len(set(chosen)) != count or not set(chosen) <= set(range(size)):
+        raise ValueError(f"{where} gave {chosen}; needed are {count} different indices below {size}")
+    return [int(index) for index in chosen]
 
 
 def group_version(group: Group) -> int:
@@ -67,9 +93,7 @@ class RolloutBuffer:
         """
         if not 0 <= count <= len(self._groups):
             raise ValueError(f"{count} groups asked for, {len(self._groups)} are in the rollout buffer")
-        indices = list(select(self._groups, count))
-        if len(indices) != count or len(set(indices)) != count or not set(indices) <= set(range(len(self))):
-            raise ValueError(f"the selection gave {indices}; needed are {count} different indices below {len(self)}")
+        indices = checked_selection(select(self._groups, count), len(self), count)
         taken = [self._groups[index] for index in indices]
         chosen = set(indices)
         self._groups = [group for index, group in enumerate(self._groups) if index not in chosen]

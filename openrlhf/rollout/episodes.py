@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
+import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +28,9 @@ from openrlhf.rollout.errors import (
 )
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, PlacedImage, SamplingParams, Tokenizer
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult
+from openrlhf.rollout.rewards.base import RewardRequest
 from openrlhf.rollout.rewards.client import RewardClient
+from openrlhf.rollout.sample import DynamicFilterOutput, Sample
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import (
     ResponseEnd,
@@ -37,13 +40,17 @@ from openrlhf.rollout.text import (
     reward_text,
 )
 from openrlhf.rollout.trajectory import Trajectory
-from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, within
+from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, gather_all, within
 from openrlhf.utils.images import ImageError, decode_image
 
 if TYPE_CHECKING:
     from openrlhf.rollout.agents import AgentExecutorBase
+    from openrlhf.rollout.hooks import GroupFilter
 
 logger = logging.getLogger(__name__)
+
+EVAL_EPOCH = 1_000_000_007
+"""Stands for "evaluation" in the seeds, so that they differ from those of any training episode."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,11 @@ class PromptItem:
     images: Sequence[str | bytes] = ()
     placed: tuple[PlacedImage, ...] = ()
 
+    @property
+    def evaluation(self) -> bool:
+        """It is of the evaluation set."""
+        return self.epoch == EVAL_EPOCH
+
 
 @dataclass(frozen=True)
 class EpisodeSpec:
@@ -84,7 +96,9 @@ class EpisodeSpec:
         max_length: limit of prompt + everything after it, in tokens.
         tokenizer: for the text that rewards and agents see.
         eos_token_ids: every id that ends a sequence; None = the tokenizer's own.
-        rewards: where single-turn rewards come from; None leaves them to a reward model.
+        rewards: where samples without a reward get one; None leaves it to a reward model.
+        group_reward: ask for the rewards of all samples of a prompt at once.
+        group_filter: the user's judgement of each group of training; None keeps all.
         executor: agent that runs the episodes; None = single turn.
         prompt_limit: longest prompt in tokens; None = what `max_length` leaves for one response.
         on_long_prompt: "truncate" keeps the last `prompt_limit` tokens, "drop" gives an empty group. Both
@@ -103,6 +117,8 @@ class EpisodeSpec:
     tokenizer: Tokenizer
     eos_token_ids: frozenset[int] | None = None
     rewards: RewardClient | None = None
+    group_reward: bool = False
+    group_filter: GroupFilter | None = None
     executor: AgentExecutorBase | None = None
     prompt_limit: int | None = None
     on_long_prompt: str = "truncate"
@@ -145,7 +161,7 @@ class EpisodeFailure:
     """A sample that was lost, and why.
 
     Attributes:
-        kind: "agent", "timeout", "reward", "long_prompt", "image" or "deadline".
+        kind: "agent", "timeout", "reward", "filter", "long_prompt" or "image".
     """
 
     prompt_id: int
@@ -154,11 +170,15 @@ class EpisodeFailure:
     message: str
 
 
+Outcome = Trajectory | EpisodeFailure
+
+
 @dataclass(frozen=True)
 class Group:
     """The finished samples of one prompt, in the order of their indices; lost ones are under `failures`.
 
-    `baseline` is the greedy response if the prompt asks for one: rewarded, never trained on.
+    `baseline` is the greedy response if the prompt asks for one: rewarded, never trained on. `verdict` is that of the
+    group filter, if there is one.
     """
 
     item: PromptItem
@@ -166,6 +186,7 @@ class Group:
     failures: tuple[EpisodeFailure, ...] = ()
     prompt_truncated: bool = False
     baseline: Trajectory | None = None
+    verdict: DynamicFilterOutput | None = None
 
 
 async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: EpisodeSpec) -> Group:
@@ -205,12 +226,57 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
     finally:
         for task in tasks:
             task.cancel()
-    baseline = outcomes[n] if item.greedy_baseline else None
-    lost = tuple(outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure))
+    baseline = outcomes[n][-1] if item.greedy_baseline else None
     if isinstance(baseline, EpisodeFailure):
-        return Group(item, (), lost, prompt_truncated=too_long)
-    samples = tuple(outcome for outcome in outcomes[:n] if isinstance(outcome, Trajectory))
-    return Group(item, samples, lost, prompt_truncated=too_long, baseline=baseline)
+        return Group(item, (), (baseline, *_failures(outcomes[:n])), prompt_truncated=too_long)
+    samples = list(itertools.chain.from_iterable(outcomes[:n]))
+    if spec.group_reward:
+        samples = await _rewarded([t for t in samples if isinstance(t, Trajectory)], spec) + [*_failures(outcomes[:n])]
+    finished = tuple(outcome for outcome in samples if isinstance(outcome, Trajectory))
+    group = Group(item, finished, tuple(_failures([samples])), prompt_truncated=too_long, baseline=baseline)
+    return group if item.evaluation or spec.group_filter is None else await _judged(group, spec.group_filter)
+
+
+def _failures(outcomes: Iterable[Sequence[Outcome]]) -> list[EpisodeFailure]:
+    return [outcome for own in outcomes for outcome in own if isinstance(outcome, EpisodeFailure)]
+
+
+async def _judged(group: Group, group_filter: GroupFilter) -> Group:
+    """The group with the filter's verdict; lost where the filter fails."""
+    if not group.trajectories:
+        return group
+    try:
+        return replace(group, verdict=await group_filter.judge(group.trajectories))
+    except RolloutError as error:
+        message = f"prompt {group.item.prompt_id}: {error}"
+        logger.warning("group lost: %s", message)
+        lost = tuple(EpisodeFailure(t.prompt_id, t.sample_index, "filter", message) for t in group.trajectories)
+        return replace(group, trajectories=(), failures=(*group.failures, *lost))
+
+
+async def _rewarded(samples: Sequence[Trajectory], spec: EpisodeSpec) -> list[Outcome]:
+    """The samples with their rewards. Those that have one keep it; of a group all are shown to the reward."""
+    missing = [t for t in samples if t.reward is None]
+    if spec.rewards is None or not missing:
+        return list(samples)
+    started = time.monotonic()
+    requests = [RewardRequest.of(t) for t in (samples if spec.group_reward else missing)]
+    if spec.group_reward:
+        verdicts = await spec.rewards.score_group(requests)
+    else:
+        verdicts = await gather_all([spec.rewards.score(request) for request in requests])
+    seconds = time.monotonic() - started
+    outcomes: dict[int, Outcome] = {id(t): t for t in samples}
+    for request, verdict in zip(requests, verdicts, strict=True):
+        t = request.trajectory
+        assert t is not None
+        if verdict is None:
+            message = spec.rewards.pop_error(request)
+            outcomes[id(t)] = EpisodeFailure(t.prompt_id, t.sample_index, "reward", message)
+        elif t.reward is None:
+            logs, timings = {**t.extra_logs, **verdict.extra_logs}, {**t.timings, "reward": seconds}
+            outcomes[id(t)] = replace(t, reward=verdict.reward, score=verdict.score, extra_logs=logs, timings=timings)
+    return list(outcomes.values())
 
 
 def _lost_group(item: PromptItem, n: int, kind: str, message: str) -> Group:
@@ -234,17 +300,14 @@ def sample_name(item: PromptItem, index: int) -> str:
     return f"prompt {item.prompt_id} sample {index}"
 
 
-async def _guarded_episode(
-    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
-) -> Trajectory | EpisodeFailure:
+async def _guarded_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Outcome]:
     """Runs one episode within its time limit and applies the failure policy."""
     started = time.monotonic()
-    run = _single_turn_episode if spec.executor is None else _agent_episode
     strict = spec.on_agent_failure == "raise"
     try:
-        return await within(run(item, index, engine, spec), spec.episode_timeout)
+        return await within(_episode(item, index, engine, spec), spec.episode_timeout)
     except DeadlinePassed as error:
-        what = "the episode" if spec.executor is None else f"agent {type(spec.executor).__name__}"
+        what = "the episode" if spec.executor is None else f"agent {_title(spec.executor)}"
         message = f"{sample_name(item, index)}: {what} did not end within {spec.episode_timeout:g} s"
         kind = "timeout"
         if strict or spec.executor is None:
@@ -254,7 +317,16 @@ async def _guarded_episode(
         if strict:
             raise
     logger.warning("sample lost after %.1f s: %s", time.monotonic() - started, message)
-    return EpisodeFailure(item.prompt_id, index, kind, message)
+    return [EpisodeFailure(item.prompt_id, index, kind, message)]
+
+
+async def _episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Outcome]:
+    """One episode, with its reward unless that is the group's: one sample, or the parts of a rollout."""
+    if spec.executor is None:
+        samples = [await _single_turn_episode(item, index, engine, spec)]
+    else:
+        samples = await _agent_episode(item, index, engine, spec, spec.executor)
+    return list(samples) if spec.group_reward else await _rewarded(samples, spec)
 
 
 def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:
@@ -267,9 +339,7 @@ def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> Samplin
     return replace(spec.sampling, seed=seed, stop_token_ids=stops)
 
 
-async def _single_turn_episode(
-    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
-) -> Trajectory | EpisodeFailure:
+async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> Trajectory:
     name = sample_name(item, index)
     prompt = list(item.token_ids)
     sampling = _sample_sampling(item, index, spec)
@@ -284,8 +354,6 @@ async def _single_turn_episode(
     except Exception as error:
         raise EngineError(f"{name}: the generation engine failed: {describe_exception(error)}") from error
     check_result(result, sampling, name)
-    generated = time.monotonic()
-    timings = {"generation": generated - started}
     response = np.asarray(result.token_ids, dtype=np.int32)
     end = response_end(response.tolist(), result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
     text = reward_text(
@@ -295,24 +363,15 @@ async def _single_turn_episode(
         eos_ids=spec.eos_ids,
         keep_eos=spec.keep_eos_text,
     )
-    verdict: RewardResult | None = None
-    if spec.rewards is not None:
-        verdict = await spec.rewards.score(_reward_request(item, index, text, end))
-        timings["reward"] = time.monotonic() - generated
-        if verdict is None:
-            return EpisodeFailure(item.prompt_id, index, "reward", spec.rewards.last_error or "no reward")
     return Trajectory(
         prompt_id=item.prompt_id,
         group_id=item.group_id,
         sample_index=index,
         **_columns(prompt, response, result, end, sampling.logprobs),
-        reward=None if verdict is None else verdict.reward,
-        score=None if verdict is None else verdict.score,
         finish_reason=end.finish_reason,
         truncated=end.truncated,
-        extra_logs={} if verdict is None else dict(verdict.extra_logs),
         metadata={**item.metadata, "prompt": item.text, "label": item.label, "response": text},
-        timings=timings,
+        timings={"generation": time.monotonic() - started},
         images=item.placed,
     )
 
@@ -342,21 +401,9 @@ def _columns(
     }
 
 
-def _reward_request(item: PromptItem, index: int, text: str, end: ResponseEnd) -> RewardRequest:
-    metadata = {
-        **item.metadata,
-        "response": text,
-        "prompt_id": item.prompt_id,
-        "sample_index": index,
-        "truncated": end.truncated,
-        "response_length": end.length,
-    }
-    return RewardRequest(item.text + text, item.text, item.label, metadata, sample_name(item, index))
-
-
-async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> Trajectory:
-    executor = spec.executor
-    assert executor is not None
+async def _agent_episode(
+    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec, executor: AgentExecutorBase
+) -> list[Trajectory]:
     name = sample_name(item, index)
     sampling = _sample_sampling(item, index, spec)
     agent_engine = AgentEngine(
@@ -382,21 +429,28 @@ async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine,
     # Executors written for 0.9.x don't know this argument, those for 0.11.x may insist on it.
     if accepts_keyword(executor.execute, "images"):
         arguments["images"] = [decode_image(image.data) for image in item.placed] or None
+    named = inspect.signature(executor.execute).parameters
+    more = {"sample": _new_sample(item, index), "metadata": dict(item.metadata), "evaluation": item.evaluation}
+    arguments.update({key: value for key, value in more.items() if key in named})
     started = time.monotonic()
     try:
-        output = await executor.execute(**arguments)
+        output: Any = await executor.execute(**arguments)
         if agent_engine.engine_error is not None:
             raise agent_engine.engine_error
-        trajectory = trajectory_from_agent_output(
-            output,
-            prompt_id=item.prompt_id,
-            group_id=item.group_id,
-            sample_index=index,
-            calls=agent_engine.calls,
-            want_logprobs=spec.sampling.logprobs,
-            metadata={**item.metadata, "prompt": item.text, "label": item.label},
-            where=f"{name}: {type(executor).__name__}.execute()",
-        )
+        parts = output if isinstance(output, list) and output else [output]
+        trajectories = [
+            trajectory_from_agent_output(
+                part,
+                prompt_id=item.prompt_id,
+                group_id=item.group_id,
+                sample_index=index,
+                calls=agent_engine.calls,
+                want_logprobs=spec.sampling.logprobs,
+                metadata={**item.metadata, **_metadata_of(part), "prompt": item.text, "label": item.label},
+                where=f"{name}: {_title(executor)}",
+            )
+            for part in (parts[-1:] if item.evaluation else parts)
+        ]
     except RolloutError:
         if agent_engine.engine_error is not None:
             raise agent_engine.engine_error from None
@@ -405,17 +459,43 @@ async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine,
         if agent_engine.engine_error is not None:
             raise agent_engine.engine_error from error
         place = user_location(error, _source_file(executor))
-        raise AgentError(
-            f"{name}: {type(executor).__name__}.execute() raised {describe_exception(error)} at {place}"
-        ) from error
+        raise AgentError(f"{name}: {_title(executor)} raised {describe_exception(error)} at {place}") from error
+    seconds = time.monotonic() - started
+    return [_with_response(trajectory, spec.tokenizer, seconds) for trajectory in trajectories]
+
+
+def _with_response(trajectory: Trajectory, tokenizer: Tokenizer, seconds: float) -> Trajectory:
     ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
-    response = continuation_text(spec.tokenizer, ids[:start], ids[start:])
-    timings = {"episode": time.monotonic() - started}
-    return replace(trajectory, timings=timings, metadata={**trajectory.metadata, "response": response})
+    response = continuation_text(tokenizer, ids[:start], ids[start:])
+    return replace(trajectory, timings={"episode": seconds}, metadata={**trajectory.metadata, "response": response})
+
+
+def _new_sample(item: PromptItem, index: int) -> Sample:
+    return Sample(
+        index=index,
+        group_index=item.group_id,
+        prompt_id=item.prompt_id,
+        prompt=item.text,
+        label=item.label,
+        metadata=copy.deepcopy(dict(item.metadata)),
+        tokens=list(item.token_ids),
+    )
+
+
+def _metadata_of(output: Any) -> Mapping[str, Any]:
+    own = output.get("metadata") if isinstance(output, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
+
+
+def _title(executor: AgentExecutorBase) -> str:
+    """What messages call the code of an agent."""
+    return getattr(executor, "title", f"{type(executor).__name__}.execute()")
 
 
 def _source_file(executor: AgentExecutorBase) -> str | None:
     """The user's file: where the executor's environment or the executor itself is defined."""
+    if hasattr(executor, "source"):
+        return executor.source
     try:
         return inspect.getsourcefile(getattr(executor, "agent_instance_cls", type(executor)))
     except TypeError:

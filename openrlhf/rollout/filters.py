@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from openrlhf.rollout.buffer import RolloutBuffer
+from openrlhf.rollout.buffer import RolloutBuffer, Selection, oldest_first
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.errors import NoLearnableGroups
-from openrlhf.rollout.trajectory import Trajectory
 
 # Rewards that differ by less than rounding are equal: normalising them would only amplify noise.
 _RELATIVE_SPREAD = 1e-9
@@ -32,13 +32,16 @@ class DynamicFilter:
         if not self.low < self.high:
             raise ValueError(f"dynamic_filtering_reward_range: low {self.low} must be below high {self.high}")
 
-    def judge(self, trajectories: Sequence[Trajectory]) -> str | None:
+    def __str__(self) -> str:
+        return f" with a mean score strictly between {self.low:g} and {self.high:g}"
+
+    def judge(self, group: Group) -> str | None:
         """Returns why the group is to be dropped, or None to keep it.
 
         The reasons are "no_score", "too_few_samples", "mean_low", "mean_high" and "zero_spread".
         """
-        scores = [t.score if t.score is not None else t.reward for t in trajectories]
-        rewards = [t.reward if t.reward is not None else t.score for t in trajectories]
+        scores = [t.score if t.score is not None else t.reward for t in group.trajectories]
+        rewards = [t.reward if t.reward is not None else t.score for t in group.trajectories]
         if any(score is None for score in scores):
             return "no_score"
         if len(scores) < 2:
@@ -55,6 +58,78 @@ class DynamicFilter:
 
 
 @dataclass(frozen=True)
+class CustomFilter:
+    """Keeps what the user's function kept, which was asked where the group was made.
+
+    Args:
+        path: name of the function, for messages.
+    """
+
+    path: str
+
+    def __str__(self) -> str:
+        return f" that {self.path} keeps"
+
+    def judge(self, group: Group) -> str | None:
+        """Returns why the group is to be dropped, or None to keep it."""
+        return None if group.verdict is None or group.verdict.keep else group.verdict.reason
+
+
+GroupJudge = DynamicFilter | CustomFilter
+
+
+class GroupTally:
+    """Judges finished groups, and counts what became of them.
+
+    Args:
+        group_filter: None keeps every group that has samples.
+    """
+
+    def __init__(self, group_filter: GroupJudge | None) -> None:
+        self.filter = group_filter
+        self.seen = 0
+        self.kept = 0
+        self.dropped: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
+        self.last_loss = ""
+
+    def judge(self, group: Group) -> str | None:
+        """Returns why the group is to be dropped, or None to keep it."""
+        self.seen += 1
+        self.lost.update(failure.kind for failure in group.failures)
+        self.last_loss = group.failures[-1].message if group.failures else self.last_loss
+        reason: str | None = "no_samples"
+        if group.trajectories:
+            reason = None if self.filter is None else self.filter.judge(group)
+        if reason is None:
+            self.kept += 1
+        else:
+            self.dropped[reason] += 1
+        return reason
+
+    def counts(self) -> dict[str, Any]:
+        """The counts, as arguments of `CollectedGroups`."""
+        return {
+            "seen": self.seen,
+            "kept": self.kept,
+            "dropped": dict(sorted(self.dropped.items())),
+            "lost": dict(sorted(self.lost.items())),
+            "last_loss": self.last_loss,
+            "filtering": self.filter is not None,
+        }
+
+    def error(self, why: str) -> NoLearnableGroups:
+        """The error for a step that can't be filled."""
+        reasons = ", ".join(f"{name} {number}" for name, number in sorted(self.dropped.items())) or "none"
+        lost = f" Of lost samples the last: {self.last_loss}." if self.last_loss else ""
+        return NoLearnableGroups(
+            f"no learnable groups: {why} (kept {self.kept}, seen {self.seen}; dropped: {reasons}).{lost} Use prompts "
+            "that the model solves sometimes, widen --dynamic_filtering_reward_range, raise --n_samples_per_prompt, "
+            "or check the reward."
+        )
+
+
+@dataclass(frozen=True)
 class CollectedGroups:
     """The groups of one step, in the order their prompts were drawn, and what it took to get them.
 
@@ -66,6 +141,9 @@ class CollectedGroups:
         dropped: number of the others, by reason.
         exhausted: the data ran out.
         filtering: a filter was at work.
+        lost: samples that failed, by kind, of all groups seen.
+        last_loss: why the last of them failed.
+        insufficient: dropped groups that were used all the same, because there were too few others.
     """
 
     groups: tuple[Group, ...]
@@ -74,11 +152,18 @@ class CollectedGroups:
     dropped: dict[str, int] = field(default_factory=dict)
     exhausted: bool = False
     filtering: bool = False
+    lost: dict[str, int] = field(default_factory=dict)
+    last_loss: str = ""
+    insufficient: int = 0
 
     def metrics(self) -> dict[str, float]:
         """Counts by name; `dynamic_filtering_pass_rate` is kept groups / seen groups in percent."""
         metrics = {"rollout/groups_seen": float(self.seen), "rollout/groups_kept": float(self.kept)}
         metrics.update({f"rollout/filtered_{name}": float(number) for name, number in self.dropped.items()})
+        metrics.update({f"rollout/lost_{kind}": float(number) for kind, number in self.lost.items()})
+        metrics["rollout/lost_samples"] = float(sum(self.lost.values()))
+        if self.insufficient:
+            metrics["rollout/groups_insufficient"] = float(self.insufficient)
         if self.filtering and self.seen:
             metrics["dynamic_filtering_pass_rate"] = 100.0 * self.kept / self.seen
         return metrics
@@ -99,35 +184,36 @@ class GroupCollector:
         buffer: groups left over from earlier steps are used first, and surplus ones are put here.
         first_draw: prompts drawn to begin with, if more than needed.
         max_rounds: how many times `target` prompts may be drawn before the step gives up.
+        select: which groups of the buffer are used.
     """
 
     def __init__(
         self,
         target: int,
-        group_filter: DynamicFilter | None,
+        group_filter: GroupJudge | None,
         buffer: RolloutBuffer,
         *,
         first_draw: int = 0,
         max_rounds: int = 10,
+        select: Selection = oldest_first,
     ) -> None:
         if target < 1 or max_rounds < 1:
             raise ValueError(f"target {target} and max_rounds {max_rounds} must be at least 1")
         self._target = target
-        self._filter = group_filter
+        self._tally = GroupTally(group_filter)
         self._buffer = buffer
         self._first_draw = first_draw
         self._limit = max(target * max_rounds, first_draw)
-        self._from_buffer = buffer.take(min(target, len(buffer)))
+        self._from_buffer = buffer.take(min(target, len(buffer)), select)
         self._kept: dict[int, Group] = {}
+        self._reserve: dict[int, Group] = {}
         self._order: dict[int, int] = {}
-        self._seen = 0
-        self._dropped: Counter[str] = Counter()
         self._exhausted = False
 
     @property
     def in_flight(self) -> int:
         """Prompts drawn whose groups have not come back."""
-        return len(self._order) - self._seen
+        return len(self._order) - self._tally.seen
 
     @property
     def complete(self) -> bool:
@@ -156,16 +242,15 @@ class GroupCollector:
         """Takes a finished group; returns whether it was kept."""
         if group.item.group_id not in self._order:
             raise ValueError(f"group id {group.item.group_id} was never drawn")
-        self._seen += 1
-        if not group.trajectories:
-            reason: str | None = "no_samples"
-        else:
-            reason = None if self._filter is None else self._filter.judge(group.trajectories)
-        if reason is not None:
-            self._dropped[reason] += 1
+        if self._tally.judge(group) is not None:
+            if group.verdict is not None and group.verdict.keep_when_insufficient:
+                self._reserve[group.item.group_id] = group
             return False
         self._kept[group.item.group_id] = group
         return True
+
+    def _in_order(self, groups: Iterable[Group]) -> list[Group]:
+        return sorted(groups, key=lambda group: self._order[group.item.group_id])
 
     def finish(self) -> CollectedGroups:
         """Returns the step's groups and puts surplus ones into the buffer.
@@ -173,36 +258,26 @@ class GroupCollector:
         Raises:
             NoLearnableGroups: a filter left too few groups within the limit on draws, or nothing was kept.
         """
-        drawn = sorted(self._kept.values(), key=lambda group: self._order[group.item.group_id])
-        groups = [*self._from_buffer, *drawn]
+        groups = [*self._from_buffer, *self._in_order(self._kept.values())]
+        reserve = self._in_order(self._reserve.values())[: max(0, self._target - len(groups))]
+        groups.extend(reserve)
         # Without a filter groups get lost by failures only; those failures have a policy and counts of their own.
-        gave_up = self._filter is not None and not self._exhausted
-        if len(groups) < self._target and (gave_up or (self._seen and not groups)):
+        gave_up = self._tally.filter is not None and not self._exhausted
+        if len(groups) < self._target and (gave_up or (self._tally.seen and not groups)):
             for group in groups:
                 self._buffer.put(group)
-            raise NoLearnableGroups(self._explain(len(groups)))
+            stopped = "the data ran out" if self._exhausted else f"the limit of {self._limit} prompts was reached"
+            raise self._tally.error(
+                f"{len(groups)} of {self._target} groups{self._tally.filter or ''} after {self._tally.seen} were seen, "
+                f"and {stopped}"
+            )
         for group in groups[self._target :]:
             self._buffer.put(group)
         return CollectedGroups(
             groups=tuple(groups[: self._target]),
-            seen=self._seen,
-            kept=len(self._kept),
-            dropped=dict(sorted(self._dropped.items())),
             exhausted=self._exhausted,
-            filtering=self._filter is not None,
-        )
-
-    def _explain(self, have: int) -> str:
-        reasons = ", ".join(f"{name} {number}" for name, number in sorted(self._dropped.items())) or "none"
-        stopped = "the data ran out" if self._exhausted else f"the limit of {self._limit} prompts was reached"
-        bounds = ""
-        if self._filter is not None:
-            bounds = f" with a mean score strictly between {self._filter.low:g} and {self._filter.high:g}"
-        return (
-            f"no learnable groups: {have} of {self._target} groups{bounds} after {self._seen} were seen, "
-            f"and {stopped} (kept {len(self._kept)}, seen {self._seen}; dropped: {reasons}). Use prompts "
-            "that the model solves sometimes, widen --dynamic_filtering_reward_range, raise "
-            "--n_samples_per_prompt, or check the reward."
+            insufficient=len(reserve),
+            **self._tally.counts(),
         )
 
 

@@ -104,6 +104,39 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
     return await future
 
 
+def source_of(function: Callable[..., Any]) -> str | None:
+    """The file that defines a function (or the class of an object); None where Python can't tell."""
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        return inspect.getsourcefile(type(function)) if type(function).__module__ != "builtins" else None
+
+
+def name_of(function: Callable[..., Any], path: str | None = None) -> str:
+    """``file:line name()``, for messages; `path` stands for the file as the user wrote it."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = f"{path or code.co_filename}:{code.co_firstlineno}" if code is not None else path or "<function>"
+    return f"{place} {getattr(function, '__name__', type(function).__name__)}()"
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Tells whether a function, or an object with `__call__`, is `async def`."""
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+async def call_user_code(function: Callable[..., Any], *args: Any, seconds: float | None, **keywords: Any) -> Any:
+    """Calls a user's function, sync (in a thread) or async, and returns its result.
+
+    Raises:
+        DeadlinePassed: no result after `seconds` (None = no limit).
+        Exception: whatever it raises.
+    """
+    call = function(*args, **keywords) if is_async(function) else run_in_thread(function, *args, **keywords)
+    reply = await within(call, seconds)
+    return await within(reply, seconds) if inspect.isawaitable(reply) else reply  # a plain one that gives a coroutine
+
+
 async def within(awaitable: Awaitable[T], seconds: float | None) -> T:
     """Awaits with a deadline, and does not wait for what ignores its cancellation.
 

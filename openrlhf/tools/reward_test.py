@@ -106,13 +106,7 @@ def _dumped(cfg: RewardTestConfig) -> tuple[list[RewardRequest], list[float | No
     rewards: list[float | None] = []
     for path in dump_files(cfg.load_rollouts):
         for t in read_rollout_dump(path)[0][: cfg.max_samples - len(requests)]:
-            facts = {key: value for key, value in t.metadata.items() if key not in ("prompt", "label")}
-            facts |= {"prompt_id": t.prompt_id, "sample_index": t.sample_index, "truncated": t.truncated}
-            facts["response_length"] = t.response_length
-            prompt = str(t.metadata.get("prompt", ""))
-            query = prompt + str(t.metadata.get("response", ""))
-            name = f"{path.name} prompt {t.prompt_id} sample {t.sample_index}"
-            requests.append(RewardRequest(query, prompt, t.metadata.get("label", ""), facts, name))
+            requests.append(RewardRequest.of(t, f"{path.name} "))
             rewards.append(t.reward)
         if len(requests) >= cfg.max_samples:
             break

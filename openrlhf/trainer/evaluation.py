@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.engines.pool import EnginePool
 from openrlhf.rollout.dump import RolloutDumpWriter
-from openrlhf.rollout.episodes import EpisodeFailure
+from openrlhf.rollout.episodes import EVAL_EPOCH, EpisodeFailure, PromptItem
 from openrlhf.rollout.metrics import eval_metrics
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.prompt_stream import prompt_item
 from openrlhf.trainer.sampling import eval_sampling
-
-EVAL_EPOCH = 1_000_000_007
-"""Stands for "evaluation" in the seeds, so that they differ from those of any training episode."""
 
 
 class Evaluator:
@@ -47,8 +46,8 @@ class Evaluator:
     def run(self, step: int) -> dict[str, float]:
         """Metrics by the names ``eval_<datasource>_pass<n>`` and so on; empty without an evaluation set.
 
-        Raises:
-            RuntimeError: a sample was lost (an agent or a reward failed); a mean over the rest would mislead.
+        A sample that was lost (an agent or a reward failed) counts as a response without tokens and with reward 0: a
+        mean over the rest would mislead.
         """
         if not self._items:
             return {}
@@ -58,17 +57,35 @@ class Evaluator:
         with self._console.phase("evaluate", len(self._items)) as phase:
             for group in self._engines.run_groups(self._items, n, eval_sampling(self._cfg), self._cfg.rollout_timeout):
                 samples.extend(group.trajectories)
+                samples.extend(_empty_response(group.item, failure) for failure in group.failures)
                 lost.extend(group.failures)
                 phase.advance()
         if lost:
-            raise RuntimeError(
-                f"evaluation at step {step} lost {len(lost)} of {len(samples) + len(lost)} samples, the first of "
+            self._console.say(
+                f"evaluation at step {step} lost {len(lost)} of {len(samples)} samples, which count as 0, the first of "
                 f"prompt {lost[0].prompt_id}: {lost[0].message}"
             )
         samples.sort(key=lambda sample: (sample.group_id, sample.sample_index))
         if self._dump is not None:
             self._dump.submit(step, samples, kind="eval")
-        metrics = eval_metrics(samples, n)
+        metrics = {**eval_metrics(samples, n), **({"eval_lost_samples": float(len(lost))} if lost else {})}
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
         self._console.say(f"eval at step {step}  {shown}")
         return metrics
+
+
+def _empty_response(item: PromptItem, failure: EpisodeFailure) -> Trajectory:
+    ids = np.asarray(item.token_ids, dtype=np.int32)
+    return Trajectory(
+        prompt_id=item.prompt_id,
+        group_id=item.group_id,
+        sample_index=failure.sample_index,
+        token_ids=ids,
+        action_mask=np.zeros(len(ids), dtype=np.bool_),
+        logprobs=None,
+        weight_version=np.full(len(ids), -1, dtype=np.int32),
+        reward=0.0,
+        score=0.0,
+        finish_reason="abort",
+        metadata={**item.metadata, "prompt": item.text, "label": item.label, "failure": failure.message},
+    )

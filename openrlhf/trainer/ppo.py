@@ -14,10 +14,18 @@ from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_parallel_size, derive
 from openrlhf.datasets.prompts import PromptRow
-from openrlhf.rollout.buffer import RolloutBuffer
+from openrlhf.rollout.buffer import RolloutBuffer, oldest_first
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.episodes import Group
-from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
+from openrlhf.rollout.filters import (
+    CollectedGroups,
+    CustomFilter,
+    DynamicFilter,
+    GroupCollector,
+    GroupJudge,
+    PromptRefill,
+)
+from openrlhf.rollout.hooks import BufferFilter
 from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
@@ -93,7 +101,12 @@ class PPOTrainer:
         self.weight_check = WeightCheck(cfg, system.engines, probe)
         self.total_rollouts = derive(cfg, len(rows)).num_rollouts
         self.global_step = 0
-        self._filter = DynamicFilter(*cfg.dynamic_filtering_reward_range) if cfg.dynamic_filtering else None
+        self._filter: GroupJudge | None = None
+        if cfg.dynamic_sampling_filter_path:
+            self._filter = CustomFilter(cfg.dynamic_sampling_filter_path)
+        elif cfg.dynamic_filtering:
+            self._filter = DynamicFilter(*cfg.dynamic_filtering_reward_range)
+        self._select = BufferFilter(cfg.buffer_filter_path, cfg) if cfg.buffer_filter_path else None
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
@@ -110,7 +123,10 @@ class PPOTrainer:
             if not collected.groups:
                 break
             metrics = {**collected.metrics(), **self.system.engines.pop_metrics()}
-            metrics["rollout/lost_samples"] = float(sum(len(group.failures) for group in collected.groups))
+            if self._select is not None:
+                metrics["rollout/buffer_filter_failures"] = float(self._select.failures)
+            if collected.lost:
+                self.console.say(f"{sum(collected.lost.values())} samples were lost, the last: {collected.last_loss}")
             metrics.update(self._train_on(collected.groups))
             self.global_step += 1
             self._after_update(metrics)
@@ -179,6 +195,7 @@ class PPOTrainer:
             self.buffer,
             first_draw=cfg.vllm_generate_batch_size or 0,
             max_rounds=cfg.dynamic_filtering_max_rounds if self._filter is not None else 1,
+            select=self._select or oldest_first,
         )
 
         prompts = PromptRefill(collector, self.stream.take)

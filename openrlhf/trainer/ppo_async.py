@@ -190,7 +190,7 @@ class AsyncPPOTrainer(PPOTrainer):
                 filter_rounds=cfg.dynamic_filtering_max_rounds,
             )
             calls = self.system.engines.group_calls(cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout)
-            queue = RolloutQueue(self.stream, self.buffer, self._filter, limits)
+            queue = RolloutQueue(self.stream, self.buffer, self._filter, limits, self._select)
             self._rollouts = AsyncRollouts(queue, calls, cfg.rollout_timeout)
         return self._rollouts
 

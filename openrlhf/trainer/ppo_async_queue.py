@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
-from openrlhf.rollout.buffer import RolloutBuffer, group_version
+from openrlhf.rollout.buffer import RolloutBuffer, Selection, group_version
 from openrlhf.rollout.episodes import Group, PromptItem
-from openrlhf.rollout.errors import NoLearnableGroups
-from openrlhf.rollout.filters import CollectedGroups, DynamicFilter
+from openrlhf.rollout.filters import CollectedGroups, GroupJudge, GroupTally
 from openrlhf.trainer.prompt_stream import PromptStream
 
 
@@ -76,14 +74,22 @@ class RolloutQueue:
         buffer: holds the finished groups.
         group_filter: None keeps every group that has samples.
         limits: sizes.
+        select: which of the waiting groups a step takes; None = the oldest. What gets too old by that comes again.
     """
 
     def __init__(
-        self, stream: PromptStream, buffer: RolloutBuffer, group_filter: DynamicFilter | None, limits: QueueLimits
+        self,
+        stream: PromptStream,
+        buffer: RolloutBuffer,
+        group_filter: GroupJudge | None,
+        limits: QueueLimits,
+        select: Selection | None = None,
     ) -> None:
         self._stream = stream
         self._buffer = buffer
-        self._filter = group_filter
+        self._tally = GroupTally(group_filter)
+        self._select = select
+        self._insufficient = 0
         self._limits = limits
         self._in_flight: dict[int, PromptItem] = {}
         # Of every group that is not trained on yet: the version when its prompt was started.
@@ -92,9 +98,6 @@ class RolloutQueue:
         self._training = False
         self._held = True
         self._stale = 0
-        self._seen = 0
-        self._kept = 0
-        self._dropped: Counter[str] = Counter()
         self._dropped_in_a_row = 0
 
     @property
@@ -150,28 +153,16 @@ class RolloutQueue:
         """
         del self._in_flight[group.item.group_id]
         started = self._started.pop(group.item.group_id)
-        self._seen += 1
-        reason = "no_samples"
-        if group.trajectories:
-            found = None if self._filter is None else self._filter.judge(group.trajectories)
-            if found is None:
-                self._kept += 1
-                self._dropped_in_a_row = 0
-                self._started[group.item.group_id] = started
-                self._buffer.put(group)
-                return
-            reason = found
-        self._dropped[reason] += 1
-        self._dropped_in_a_row += 1
-        if self._dropped_in_a_row >= self._limits.batch * self._limits.filter_rounds:
-            self._give_up(f"the last {self._dropped_in_a_row} were dropped one after another")
-
-    def _give_up(self, why: str) -> NoReturn:
-        reasons = ", ".join(f"{name} {number}" for name, number in sorted(self._dropped.items()))
-        raise NoLearnableGroups(
-            f"no learnable groups: {why} (dropped since the last step: {reasons}). Use prompts that the model solves "
-            "sometimes, widen --dynamic_filtering_reward_range, raise --n_samples_per_prompt, or check the reward."
-        )
+        reason = self._tally.judge(group)
+        self._dropped_in_a_row = 0 if reason is None else self._dropped_in_a_row + 1
+        gives_up = self._dropped_in_a_row >= self._limits.batch * self._limits.filter_rounds
+        insufficient = gives_up and group.verdict is not None and group.verdict.keep_when_insufficient
+        if reason is None or insufficient:
+            self._insufficient += insufficient
+            self._started[group.item.group_id] = started
+            self._buffer.put(group)
+        elif gives_up:
+            raise self._tally.error(f"the last {self._dropped_in_a_row} were dropped one after another")
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -217,11 +208,11 @@ class RolloutQueue:
             NoLearnableGroups: the data has run out, and none of it could be trained on.
         """
         episode, wanted = self._next_step()
-        groups = self._buffer.take(wanted, lambda waiting, count: self._oldest(waiting, episode)[:count])
+        groups = self._buffer.take(wanted, lambda waiting, count: self._chosen(waiting, episode, count))
         for group in groups:
             del self._started[group.item.group_id]
-        if not groups and self._dropped and self._version == 0:
-            self._give_up("the data ran out")
+        if not groups and self._tally.dropped and self._version == 0:
+            raise self._tally.error("the data ran out")
         oldest = min((group_version(group) for group in groups), default=self._version)
         if self._version - oldest > self._limits.queue_size:
             raise StalenessError(
@@ -230,18 +221,23 @@ class RolloutQueue:
         self._training = True
         result = AsyncGroups(
             groups=tuple(groups),
-            seen=self._seen,
-            kept=self._kept,
-            dropped=dict(sorted(self._dropped.items())),
             exhausted=not groups,
-            filtering=self._filter is not None,
+            insufficient=self._insufficient,
+            **self._tally.counts(),
             stale=self._stale,
             waiting=len(self._buffer),
             in_flight=len(self._in_flight),
         )
-        self._seen = self._kept = self._stale = 0
-        self._dropped.clear()
+        self._stale = self._insufficient = 0
+        self._tally = GroupTally(self._tally.filter)
         return result
+
+    def _chosen(self, waiting: Sequence[Group], episode: int, count: int) -> list[int]:
+        """Indices of the groups that a step takes, all of its episode."""
+        own = self._oldest(waiting, episode)
+        if self._select is None:
+            return own[:count]
+        return [own[index] for index in self._select([waiting[index] for index in own], count)]
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -15,13 +15,18 @@ from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.datasets.sources import DataError
-from openrlhf.engines.rollouts import RolloutSpec, prompt_images, reward_urls
+from openrlhf.engines.rollouts import (
+    RolloutSpec,
+    executor_of,
+    group_filter_of,
+    prompt_images,
+    reward_source,
+    reward_urls,
+)
 from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer, vocabulary_size
 from openrlhf.models.vision import VisionError, VisionInputs
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.errors import RolloutError
-from openrlhf.rollout.loader import load_agent_executor
-from openrlhf.rollout.rewards import make_reward_source
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids
@@ -82,11 +87,12 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     limit = prompt_limit(cfg)
     rows = load_prompts(cfg, tokenizer, limit, image_placeholder=placeholder)
     eval_rows = load_prompts(cfg, tokenizer, limit, True, placeholder) if cfg.eval_dataset else []
-    if cfg.agent_func_path:
-        load_agent_executor(cfg.agent_func_path)
+    executor_of(cfg)
+    group_filter_of(cfg)
     urls = reward_urls(cfg)
+    if not cfg.load_rollouts:
+        reward_source(cfg)
     if urls and not cfg.load_rollouts:
-        make_reward_source(urls, cfg.reward_weights)
         wait_for_servers([url for entries in parse_reward_sources(urls).values() for url in entries if is_url(url)])
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
 

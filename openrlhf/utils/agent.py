@@ -1,4 +1,4 @@
-"""Classes that agent files import: ``from openrlhf.utils.agent import MultiTurnAgentExecutor``."""
+"""Classes that users' files import: ``from openrlhf.utils.agent import MultiTurnAgentExecutor``."""
 
 from openrlhf.rollout.agents import (
     AgentExecutorBase,
@@ -7,11 +7,14 @@ from openrlhf.rollout.agents import (
     SingleTurnAgentExecutor,
 )
 from openrlhf.rollout.openai_agent import OpenAIAgentExecutor
+from openrlhf.rollout.sample import DynamicFilterOutput, Sample
 
 __all__ = [
     "AgentExecutorBase",
     "AgentInstanceBase",
+    "DynamicFilterOutput",
     "MultiTurnAgentExecutor",
     "OpenAIAgentExecutor",
+    "Sample",
     "SingleTurnAgentExecutor",
 ]

@@ -205,7 +205,6 @@ def test_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["+trainer.total_epochs=3"], "verl", "--num_episodes 3"),
         (["algorithm.adv_estimator=grpo"], "verl", "grpo is group_norm"),
         (["--rm-type", "math"], "slime", "reward_func"),
-        (["--custom-rm-path=x.y"], "slime", "reward_func"),
         (["--rollout-max-response-len", "512"], "slime", "--max_new_tokens 512"),
         (["--use-tis"], "slime", "--enable_vllm_is_correction"),
     ],

@@ -405,7 +405,7 @@ def test_an_agent_that_hangs_ends_in_time(policy: str) -> None:
     executor, engine = MultiTurnAgentExecutor(Hangs), ScriptedEngine([[A, EOS]])
     started = time.monotonic()
     if policy == "raise":
-        with pytest.raises(EpisodeTimeout, match="prompt 4 sample 0: agent MultiTurnAgentExecutor did not end"):
+        with pytest.raises(EpisodeTimeout, match="prompt 4 sample 0: agent MultiTurnAgentExecutor.*did not end"):
             play(executor, engine, episode_timeout=0.1)
     else:
         group = play(executor, engine, episode_timeout=0.1, on_agent_failure="drop")

@@ -38,7 +38,7 @@ def group(prompt_id: int, scores: list[Any], rewards: list[Any] | None = None, v
 
 
 def judge(*args: Any, low: float = 0.0, high: float = 1.0) -> str | None:
-    return DynamicFilter(low, high).judge(group(0, *args).trajectories)
+    return DynamicFilter(low, high).judge(group(0, *args))
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,7 @@ def test_the_groups_of_a_step_do_not_depend_on_the_order_of_completion(order: in
         "rollout/groups_seen": 10.0,
         "rollout/groups_kept": 4.0,
         "rollout/filtered_mean_high": 6.0,
+        "rollout/lost_samples": 0.0,
         "dynamic_filtering_pass_rate": 40.0,
     }
 

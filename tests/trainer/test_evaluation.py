@@ -31,9 +31,16 @@ def test_every_prompt_of_every_set_is_in_the_figures() -> None:
     assert evaluator(again, data).run(9) == metrics and again.sampled == pool.sampled
 
 
-def test_a_lost_sample_is_an_error_and_not_a_smaller_mean() -> None:
-    with pytest.raises(RuntimeError, match="evaluation at step 2 lost 1 of 2 samples, the first of prompt 1"):
-        evaluator(Pool(), rows(("d", "one"), ("z", "one")), 1).run(2)
+def test_a_lost_sample_counts_as_zero_and_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    data = rows(("d", "one"), ("z", "one"))
+    metrics = evaluator(Pool(), data, 2).run(2)
+    assert (
+        "evaluation at step 2 lost 2 of 4 samples, which count as 0, the first of prompt 1" in capsys.readouterr().out
+    )
+    assert (metrics["eval_num_samples"], metrics["eval_lost_samples"]) == (4, 2)
+    alone = evaluator(Pool(), data[:1], 2).run(2)
+    assert metrics["eval_one_mean2"] == alone["eval_one_mean2"] / 2 > 0
+    assert "eval_lost_samples" not in alone
 
 
 def test_without_prompts_there_is_nothing_to_do() -> None:

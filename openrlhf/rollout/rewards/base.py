@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from openrlhf.rollout.errors import RewardError
+from openrlhf.rollout.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class RewardRequest:
         label: raw value of the label column, "" without one.
         metadata: further facts (datasource, response, sample index, columns of the row).
         sample: name for messages, such as "prompt 7 sample 3".
+        trajectory: what it was made of, if there is more than texts.
     """
 
     query: str
@@ -27,6 +29,19 @@ class RewardRequest:
     label: Any = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     sample: str = "sample"
+    trajectory: Trajectory | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, place: str = "") -> RewardRequest:
+        """The request for a trajectory without a reward; `place` goes before the sample's name."""
+        t = trajectory
+        facts = {key: value for key, value in t.metadata.items() if key not in ("prompt", "label")}
+        facts |= {"prompt_id": t.prompt_id, "sample_index": t.sample_index, "truncated": t.truncated}
+        facts["response_length"] = t.response_length
+        prompt = str(t.metadata.get("prompt", ""))
+        query = prompt + str(t.metadata.get("response", ""))
+        name = f"{place}prompt {t.prompt_id} sample {t.sample_index}"
+        return cls(query, prompt, t.metadata.get("label", ""), facts, name, t)
 
 
 @dataclass(frozen=True)

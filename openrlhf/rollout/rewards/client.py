@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
 
 from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, RewardSource
+from openrlhf.rollout.usercode import gather_all
+
+logger = logging.getLogger(__name__)
 
 FAILURE_POLICIES = ("stop", "drop", "zero")
+
+_Entry = tuple[RewardRequest, asyncio.Future[RewardResult | None]]
 
 
 class RewardClient:
@@ -43,12 +49,12 @@ class RewardClient:
         self._on_failure = on_failure
         self._batch_size = batch_size
         self._max_concurrency = max_concurrency
-        self._waiting: deque[tuple[RewardRequest, asyncio.Future[RewardResult | None]]] = deque()
+        self._waiting: deque[_Entry] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._latencies: list[float] = []
         self._retries_reported = 0
-        self.last_error: str | None = None
+        self._errors: dict[str, str] = {}
 
     async def score(self, request: RewardRequest) -> RewardResult | None:
         """Returns the result for one sample, or None where it failed and the policy is "drop".
@@ -62,6 +68,17 @@ class RewardClient:
         # Not at once: what else becomes ready in this turn of the loop joins the same call.
         loop.call_soon(self._start_calls)
         return await future
+
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | None]:
+        """As `score` for all samples of a prompt, in one call of the source."""
+        loop = asyncio.get_running_loop()
+        entries: list[_Entry] = [(request, loop.create_future()) for request in requests]
+        self._start(entries)
+        return await gather_all([future for _, future in entries])
+
+    def pop_error(self, request: RewardRequest) -> str:
+        """Why the request got None, asked once."""
+        return self._errors.pop(request.sample)
 
     async def close(self) -> None:
         """Cancels what is running and closes the source."""
@@ -90,21 +107,24 @@ class RewardClient:
 
     def _start_calls(self) -> None:
         while self._waiting and len(self._running) < self._max_concurrency:
-            batch: list[tuple[RewardRequest, asyncio.Future[RewardResult | None]]] = []
+            batch: list[_Entry] = []
             while self._waiting and len(batch) < self._batch_size:
                 entry = self._waiting.popleft()
                 if not entry[1].done():  # its episode may have been cancelled
                     batch.append(entry)
             if batch:
-                task = asyncio.get_running_loop().create_task(self._run(batch))
-                self._running.add(task)
-                task.add_done_callback(self._ended)
+                self._start(batch)
+
+    def _start(self, batch: Sequence[_Entry]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run(batch))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
         self._start_calls()
 
-    async def _run(self, batch: Sequence[tuple[RewardRequest, asyncio.Future[RewardResult | None]]]) -> None:
+    async def _run(self, batch: Sequence[_Entry]) -> None:
         try:
             outcomes = await self._outcomes([request for request, _ in batch])
         except BaseException as error:
@@ -115,11 +135,14 @@ class RewardClient:
             if not isinstance(error, Exception):
                 raise
             return
-        for (_, future), outcome in zip(batch, outcomes, strict=True):
+        errors = {id(outcome): outcome for outcome in outcomes if isinstance(outcome, RewardError)}
+        for error in errors.values() if self._on_failure != "stop" else ():
+            logger.warning("no reward (%s): %s", self._on_failure, error)
+        for (request, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue
             if isinstance(outcome, RewardError):
-                self._fail(future, outcome)
+                self._fail(request, future, outcome)
             else:
                 future.set_result(outcome)
 
@@ -143,13 +166,13 @@ class RewardClient:
             return [RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")] * len(requests)
         return list(results)
 
-    def _fail(self, future: asyncio.Future[RewardResult | None], error: RewardError) -> None:
+    def _fail(self, request: RewardRequest, future: asyncio.Future[RewardResult | None], error: RewardError) -> None:
         self._counts["failures"] += 1
-        self.last_error = str(error)
         if self._on_failure == "stop":
             future.set_exception(error)
         elif self._on_failure == "drop":
             self._counts["dropped"] += 1
+            self._errors[request.sample] = str(error)
             future.set_result(None)
         else:
             self._counts["zeroed"] += 1

@@ -13,10 +13,10 @@ from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleVal
 from openrlhf.rollout.usercode import (
     DeadlinePassed,
     accepts_keyword,
+    call_user_code,
     gather_all,
     load_user_module,
-    run_in_thread,
-    within,
+    name_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,7 @@ class FunctionReward:
         self._slots: asyncio.Semaphore | None = None
         self._one_by_one = False
         self._wants_metadata = accepts_keyword(function, "metadata")
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
-        )
-        name = getattr(function, "__name__", type(function).__name__)
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        place = f"{path or code.co_filename}:{code.co_firstlineno}" if code is not None else path or "<function>"
-        self._where = f"{place} {name}()"
+        self._where = name_of(function, path)
 
     @classmethod
     def from_file(
@@ -121,22 +115,11 @@ class FunctionReward:
     async def _call(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
         if self._slots is None:
             self._slots = asyncio.Semaphore(self._max_concurrency)
-        arguments = (
-            [request.query for request in batch],
-            [request.prompt for request in batch],
-            [request.label for request in batch],
-        )
-        keywords = {"metadata": [dict(request.metadata) for request in batch]} if self._wants_metadata else {}
         names = batch[0].sample + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
+        arguments, keywords = self._arguments(batch)
         async with self._slots:
-            if self._is_async:
-                call = self._function(*arguments, **keywords)
-            else:
-                call = run_in_thread(self._function, *arguments, **keywords)
             try:
-                reply = await within(call, self._timeout)
-                if inspect.isawaitable(reply):  # a plain function that returns a coroutine
-                    reply = await within(reply, self._timeout)
+                reply = await call_user_code(self._function, *arguments, seconds=self._timeout, **keywords)
             except DeadlinePassed as error:
                 raise RewardError(
                     f"{self._where} did not return within {self._timeout:g} s for {names}.", isolatable=False
@@ -147,4 +130,13 @@ class FunctionReward:
                     f"{user_location(error, self._path)} for {names}.",
                     isolatable=True,
                 ) from error
+        return self._results(reply, batch)
+
+    def _arguments(self, batch: Sequence[RewardRequest]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the function is called with."""
+        lists = ([r.query for r in batch], [r.prompt for r in batch], [r.label for r in batch])
+        return lists, {"metadata": [dict(r.metadata) for r in batch]} if self._wants_metadata else {}
+
+    def _results(self, reply: Any, batch: Sequence[RewardRequest]) -> list[RewardResult]:
+        """Its answer, checked."""
         return parse_reply(reply, batch, self._where)

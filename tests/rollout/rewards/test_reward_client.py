@@ -57,12 +57,12 @@ def test_drop_and_zero_touch_only_the_bad_sample() -> None:
     client = RewardClient(bad_for(2), on_failure="drop")
     results = score_all(client, 4)
     assert [None if r is None else r.reward for r in results] == [1.0, 2.0, None, 4.0]
+    assert "prompt 2 sample 0" in client.pop_error(RewardRequest("", "", sample="prompt 2 sample 0"))
     metrics = client.pop_metrics()
     assert (metrics["reward/samples"], metrics["reward/failures"], metrics["reward/dropped"]) == (4, 1, 1)
     client = RewardClient(bad_for(2), on_failure="zero")
     assert score_all(client, 4)[2] == RewardResult(0.0, 0.0, {"reward_failed": 1.0})
     assert client.pop_metrics()["reward/zeroed"] == 1
-    assert client.last_error is not None and "prompt 2 sample 0" in client.last_error
 
 
 def test_a_source_that_is_down_is_not_asked_again_for_each_sample() -> None:

@@ -1,0 +1,37 @@
+"""``openrlhf hooks check``: try the hooks of a run on its first prompts, before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from openrlhf.config import parse_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the flags of ``train_ppo_ray`` after the word ``check``, then call each hook as the run would.
+
+    Returns:
+        The exit status: 0, 1 when a hook can't be used or failed, 2 without ``check``.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] != ["check"]:
+        print("usage: openrlhf hooks check [flags of train_ppo_ray]", file=sys.stderr)
+        return 2
+    cfg = parse_cli("train_ppo_ray", words[1:])
+    from openrlhf.datasets.sources import DataError
+    from openrlhf.models.loading import ModelLoadError
+    from openrlhf.rollout.errors import RolloutError
+    from openrlhf.tools.hooks_check import hooks_check
+
+    try:
+        report = hooks_check(cfg)
+    except (DataError, ModelLoadError, RolloutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report.text)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
