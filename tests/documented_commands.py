@@ -76,6 +76,8 @@ def parse_line(line: str) -> tuple[str, tuple[str, ...]] | None:
         return None
     if command == "main":
         command, rest = (rest[0], rest[1:]) if rest else ("", [])
+    if command == "hooks" and rest[:1] == ["check"]:
+        command, rest = "train_ppo_ray", rest[1:]
     if command == "config" and len(rest) > 1 and rest[0] in ("explain", "show"):
         command, rest = rest[1], rest[2:]
         if "--num_rows" in rest:  # a flag of explain, not of the command

@@ -86,7 +86,7 @@ def _check_hooks(cfg: PPOConfig) -> Iterator[Violation]:
     for flag in HOOKS:
         path = getattr(cfg, flag) or ""
         if ":" in path:
-            yield from _check_python_file(flag, path.rpartition(":")[0], "the function, and write file.py:function")
+            yield from _check_python_file(flag, path.rpartition(":")[0], "the hook, and write file.py:function")
         elif path.endswith(".py"):
             yield Violation(flag, f"{path} names no function", f"write {path}:function")
     if cfg.dynamic_filtering and cfg.dynamic_sampling_filter_path:

@@ -100,6 +100,39 @@ class TestGroups:
         found = ppo_without_reward("--reward_pretrain", "org/rm", *flags)
         assert "before the models run" in found["dynamic_filtering"]
         assert "dynamic_filtering" in ppo_without_reward(*flags)
+        hook = ["--dynamic_sampling_filter_path", "a.b", "--n_samples_per_prompt", "2"]
+        assert "before the models run" in ppo_without_reward("--reward_pretrain", "org/rm", *hook)[hook[0][2:]]
+        assert not violations(PPO, *hook, "--vllm_generate_batch_size", "2048")
+
+
+class TestHooks:
+    def test_files_must_be_there_and_name_a_function(self) -> None:
+        flags = "--custom_rm_path gone.py:rm --buffer_filter_path gone.py --dynamic_sampling_filter_path x.txt:f"
+        found = ppo_without_reward(*flags.split(), "--n_samples_per_prompt", "2")
+        assert "there is no file gone.py" in found["custom_rm_path"]
+        assert "write gone.py:function" in found["buffer_filter_path"]
+        assert "write file.py:function" in found["dynamic_sampling_filter_path"]
+
+    def test_one_thing_plays_episodes_gives_rewards_and_decides_on_groups(self) -> None:
+        assert "only one can count" in violations(PPO, "--custom_rm_path", "a.b")["remote_rm_url"]
+        generate = ["--custom_generate_function_path", "a.b"]
+        assert not violations(PPO, *generate) and not ppo_without_reward(*generate)
+        assert "both play" in ppo_without_reward(*generate, "--agent_func_path", __file__)[generate[0][2:]]
+        both = "--dynamic_sampling_filter_path a.b --dynamic_filtering --n_samples_per_prompt 2".split()
+        assert "both decide" in violations(PPO, *both)["dynamic_sampling_filter_path"]
+        assert "groups of 1" in violations(PPO, *both[:2])["n_samples_per_prompt"]
+
+    def test_what_belongs_together(self) -> None:
+        assert "--custom_rm_path" in violations(PPO, "--group_rm")["group_rm"]
+        remax = "--custom_rm_path a.b --group_rm --advantage_estimator remax --n_samples_per_prompt 2".split()
+        assert "remax" in ppo_without_reward(*remax)["group_rm"]
+        assert "--apply_chat_template" in violations(PPO, "--tool_key", "tools")["tool_key"]
+
+    def test_a_failing_hook_costs_a_sample_and_not_the_run(self) -> None:
+        assert parsed(PPO).config.reward_on_failure == "stop"
+        flags = ["--custom_generate_function_path", "a.b"]
+        assert parsed(PPO, *flags).config.reward_on_failure == "drop"
+        assert parsed(PPO, *flags, "--reward_on_failure", "stop").config.reward_on_failure == "stop"
 
 
 OUT_OF_RANGE = [

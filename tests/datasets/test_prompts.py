@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,30 @@ def test_plain_prompts_with_label_source_and_other_columns(tmp_path: Path) -> No
     assert first.metadata == {"level": 3}
     assert (second.prompt_id, second.datasource, second.metadata) == (1, "default", {})
     assert letters().decode(first.token_ids) == "1+1="
+
+
+TOOLS = (
+    "{% for tool in tools or [] %}<{{ tool['name'] }}{{ tool['args'] | length }}>{% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+)
+
+
+def test_metadata_and_tools_columns(tmp_path: Path) -> None:
+    tools = [{"name": "add", "args": {"x": 1}}, {"name": "mul", "args": {"y": 1, "z": 2}}]
+    rows = [
+        {"input": "1+1=", "level": 3, "facts": {"datasource": "easy", "deep": {"a": 1}}, "api": tools},
+        {"input": "2", "level": 4, "facts": {"deep": {"b": 2}}, "api": None},
+        {"input": "3", "level": 5, "facts": None, "api": tools[:1]},
+    ]
+    flags: dict[str, Any] = {"metadata_key": "facts", "tool_key": "api", "apply_chat_template": True}
+    first, second, third = prompts(tmp_path, rows, tokenizer=letters(TOOLS), **flags)
+    # Nothing is left of the keys of other rows, which columns of structs fill with None.
+    assert first.metadata == {"level": 3, "datasource": "easy", "deep": {"a": 1}, "tools": tools}
+    assert (first.text, first.datasource) == ("<add1><mul2>1+1=", "easy")
+    assert (second.metadata, second.text, second.datasource) == ({"level": 4, "deep": {"b": 2}}, "2", "default")
+    assert third.text == "<add1>3"
+    as_text = [{**row, "facts": json.dumps(row["facts"]), "api": json.dumps(row["api"])} for row in rows]
+    assert prompts(tmp_path, as_text, tokenizer=letters(TOOLS), **flags) == [first, second, third]
 
 
 def test_label_is_an_empty_text_without_the_flag(tmp_path: Path) -> None:
@@ -74,6 +99,10 @@ def test_labels_stay_with_their_prompts_when_one_between_them_is_dropped(
         ([{"input": "a"}, {"input": ""}], {}, "row 1: column 'input' is empty"),
         ([{"input": ["a"]}], {}, "row 0: column 'input' is a list.*--apply_chat_template"),
         ([{"question": "a", "answer": "b"}], {"label_key": "gt"}, "--input_key 'input', --label_key 'gt'"),
+        ([{"input": "a"}], {"metadata_key": "facts"}, "--metadata_key 'facts'"),
+        ([{"input": "a", "m": 1}], {"metadata_key": "m"}, "row 0: .*'m'.* int, not a dict"),
+        ([{"input": "a", "m": "no json"}], {"metadata_key": "m"}, "row 0: column 'm'.* is a str, not a dict"),
+        ([{"input": "a", "t": "{}"}, {"input": "a", "t": '["x"]'}], {"tool_key": "t"}, "row 1: .*'t'.* list of dicts"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, rows: list[dict[str, Any]], changes: dict[str, Any], text: str) -> None:

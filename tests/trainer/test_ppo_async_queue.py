@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 
 from openrlhf.datasets.prompts import PromptRow
-from openrlhf.rollout.buffer import RolloutBuffer
+from openrlhf.rollout.buffer import RolloutBuffer, Selection, freshest_first
 from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.errors import NoLearnableGroups
-from openrlhf.rollout.filters import DynamicFilter
+from openrlhf.rollout.filters import CustomFilter, DynamicFilter
+from openrlhf.rollout.sample import DynamicFilterOutput
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.ppo_async_queue import QueueLimits, RolloutQueue, StalenessError
 from openrlhf.trainer.prompt_stream import PromptStream
@@ -48,6 +49,7 @@ class Run:
     unlearnable: frozenset[int] = frozenset()
     buffer: RolloutBuffer = field(default_factory=RolloutBuffer)
     first_version: int = 0
+    select: Selection | None = None
     steps: list[list[int]] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     stale: int = 0
@@ -56,7 +58,7 @@ class Run:
 
     def __post_init__(self) -> None:
         group_filter = DynamicFilter() if self.unlearnable else None
-        self.queue = RolloutQueue(self.stream, self.buffer, group_filter, self.limits)
+        self.queue = RolloutQueue(self.stream, self.buffer, group_filter, self.limits, self.select)
         self.version = self.first_version
         self.first_tokens: dict[int, int] = {}
         self.queue.weights_changed(self.version)
@@ -124,6 +126,27 @@ def test_any_order_of_events_trains_every_prompt_once_and_stays_within_the_bound
         assert max(run.ages) <= queue_size and run.stale == 0
         oldest = max(oldest, *run.ages)
     assert oldest == queue_size  # the bound is reached: the next step is generated while this one trains
+
+
+def test_whatever_a_buffer_filter_chooses_every_prompt_is_trained_on_once_within_the_bound() -> None:
+    stale = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        count, batch, queue_size = chance.randint(1, 30), chance.randint(1, 5), chance.randint(1, 4)
+
+        def shuffled(groups: Sequence[Group], count: int, chance: random.Random = chance) -> list[int]:
+            return chance.sample(range(len(groups)), count)
+
+        limits = QueueLimits(batch, queue_size, in_flight=chance.randint(1, 3 * batch))
+        select = freshest_first if seed % 2 else shuffled
+        run = Run(PromptStream(rows(count), seed, 2), limits, seed % 4 < 2, chance, select=select)
+        while run.step():
+            assert len(run.steps) <= 2 * count
+        assert sorted(g for step in run.steps for g in step) == list(range(2 * count))
+        assert all(len({g // count for g in step}) == 1 for step in run.steps)
+        assert max(run.ages) <= queue_size
+        stale += run.stale
+    assert stale > 0  # some were left waiting for too long, and came again
 
 
 def test_filtered_groups_are_replaced_and_counted() -> None:
@@ -262,6 +285,25 @@ def test_a_filter_that_drops_everything_ends_the_run() -> None:
     run = Run(PromptStream(rows(3), 0, 1), limits, False, random.Random(0), unlearnable=frozenset(range(3)))
     with pytest.raises(NoLearnableGroups, match="the data ran out"):
         run.step()
+
+
+def test_a_user_filters_verdict_counts_and_its_reserve_is_used_before_the_run_gives_up() -> None:
+    queue = RolloutQueue(
+        PromptStream(rows(9), 0, 1), RolloutBuffer(), CustomFilter("f"), QueueLimits(2, 1, 2, filter_rounds=2)
+    )
+    queue.weights_changed(0)
+    for number in range(5):
+        item = queue.next_prompt()
+        assert item is not None and not queue.ready
+        queue.finished(replace(group(item, 0), verdict=DynamicFilterOutput(False, "dull", number > 0)))
+    taken = queue.take()
+    assert len(taken.groups) == taken.insufficient == 2
+    metrics = taken.metrics()
+    assert (metrics["rollout/filtered_dull"], metrics["rollout/groups_insufficient"]) == (5, 2)
+    item = queue.next_prompt()
+    assert item is not None
+    with pytest.raises(NoLearnableGroups, match="the last 6 were dropped one after another .*dropped: dull 1"):
+        queue.finished(replace(group(item, 0), verdict=DynamicFilterOutput(False, "dull")))
 
 
 def test_groups_without_samples_are_dropped() -> None:

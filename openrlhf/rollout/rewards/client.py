@@ -136,8 +136,8 @@ class RewardClient:
                 raise
             return
         errors = {id(outcome): outcome for outcome in outcomes if isinstance(outcome, RewardError)}
-        for error in errors.values() if self._on_failure != "stop" else ():
-            logger.warning("no reward (%s): %s", self._on_failure, error)
+        for failure in errors.values() if self._on_failure != "stop" else ():
+            logger.warning("no reward (%s): %s", self._on_failure, failure)
         for (request, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue
