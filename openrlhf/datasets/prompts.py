@@ -92,7 +92,9 @@ def build_prompts(
     Raises:
         DataError: a column is missing, a row is null, empty or malformed, or nothing is left.
     """
-    keys = {flag: getattr(cfg, flag) for flag in ("input_key", "label_key", "metadata_key", "tool_key")}
+    keys: dict[str, str | None] = {"input_key": cfg.input_key, "label_key": cfg.label_key}
+    if hasattr(cfg, "metadata_key"):  # batch_inference comes here too, without these
+        keys |= {"metadata_key": cfg.metadata_key, "tool_key": cfg.tool_key}
     require_columns(rows, keys, source)
     prompts: list[PromptRow] = []
     cut = dropped = 0
@@ -107,8 +109,8 @@ def build_prompts(
             value = with_image_parts(value, len(images), where)
             if isinstance(row[cfg.input_key], str) and not cfg.apply_chat_template:
                 value = placeholder_text(value, image_placeholder)
-        facts = _facts(row, cfg, where, bool(images))
-        text, ids = _prompt(value, cfg, tokenizer, where, facts.get("tools") if cfg.tool_key else None)
+        facts, tools = _facts(row, {**keys, "image_key": cfg.image_key} if images else keys, where)
+        text, ids = _prompt(value, cfg, tokenizer, where, tools)
         if image_placeholder is not None and text.count(image_placeholder) != len(images):
             raise DataError(
                 f"{where}: the chat template puts {text.count(image_placeholder)} image placeholders "
@@ -138,21 +140,23 @@ def build_prompts(
     return prompts
 
 
-def _facts(row: dict[str, Any], cfg: PPOConfig, where: str, has_images: bool) -> dict[str, Any]:
-    """What a row says besides prompt and label."""
-    used = {cfg.input_key, cfg.label_key, cfg.metadata_key, cfg.tool_key, "datasource"} | ({cfg.image_key} if has_images else set())
+def _facts(
+    row: dict[str, Any], keys: dict[str, str | None], where: str
+) -> tuple[dict[str, Any], list[dict[str, Any]] | None]:
+    """What a row says besides the columns of `keys` (by flag), and its tools, which are among that."""
+    metadata_key, tool_key = keys.get("metadata_key"), keys.get("tool_key")
+    used = {*keys.values(), "datasource"}
     facts = {name: value for name, value in row.items() if name not in used and value is not None}
-    if cfg.metadata_key and (own := _decoded(row[cfg.metadata_key])) is not None:
+    if metadata_key and (own := _decoded(row[metadata_key])) is not None:
         if not isinstance(own, dict):
-            raise DataError(
-                f"{where}: column {cfg.metadata_key!r} (--metadata_key) is a {type(own).__name__}, not a dict"
-            )
+            raise DataError(f"{where}: column {metadata_key!r} (--metadata_key) is a {type(own).__name__}, not a dict")
         facts |= own
-    if cfg.tool_key and (tools := _decoded(row[cfg.tool_key])):
-        if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise DataError(f"{where}: column {cfg.tool_key!r} (--tool_key) must be a list of dicts, or its JSON text")
-        facts["tools"] = tools
-    return facts
+    tools = _decoded(row[tool_key]) if tool_key else None
+    if not tools:
+        return facts, None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: column {tool_key!r} (--tool_key) must be a list of dicts, or its JSON text")
+    return {**facts, "tools": tools}, tools
 
 
 def _decoded(value: Any) -> Any:
