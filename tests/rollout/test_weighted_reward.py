@@ -104,8 +104,8 @@ def test_servers_of_one_name_are_replicas_and_a_part_that_fails_is_a_failure(tmp
         assert [r.reward for r in results if r] == [7.0] * 32
         assert {path for path, _ in bodies} == {"/x", "/y"} and sum(len(query) for _, query in bodies) == 32
         down = True
-        assert await client.score(requests(1)[0]) is None
-        assert client.last_error is not None and "down" in client.last_error
+        lost = requests(1)[0]
+        assert await client.score(lost) is None and "down" in client.pop_error(lost)
         assert client.pop_metrics()["reward/dropped"] == 1
         await client.close()
         await runner.cleanup()
