@@ -72,9 +72,10 @@ def trajectory_from_agent_output(
     reward = _optional_number(output.get("reward"), "reward", where)
     score = _optional_number(output.get("scores"), "scores", where)
     truncated = output.get("truncated")
+    last = sampled[-1] or (calls[-1] if calls else None)
     if truncated is None:  # executors of 0.9.x don't say: the last turn's finish reason does
-        truncated = bool(calls) and calls[-1].result.finish_reason == "length"
-    finish = "length" if _flag(truncated) else (calls[-1].result.finish_reason if calls else "stop")
+        truncated = last is not None and last.result.finish_reason == "length"
+    finish = "length" if _flag(truncated) else (last.result.finish_reason if last is not None else "stop")
     facts = dict(metadata or {})
     if unmatched:
         facts["unsampled_action_ranges"] = unmatched

@@ -51,7 +51,7 @@ CONTRACTS = {
 }
 """Wanted signature by flag, and how many of its arguments are positional."""
 
-GENERATE_KEYWORDS = ("evaluation", "llm_engine", "hf_tokenizer", "max_length")
+GENERATE_KEYWORDS = ("evaluation", "llm_engine", "hf_tokenizer", "max_length", "images")
 """What a generate function gets besides, if it names it."""
 
 

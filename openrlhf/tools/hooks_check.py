@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,9 @@ class LabelEngine:
         self._tokenizer = tokenizer
         self._calls = itertools.count()
 
-    async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: SamplingParams, images: Sequence[Any] = ()
+    ) -> GenerationResult:
         """One made-up continuation; its log-probs are all -1."""
         asked = next((r for r in self._rows if prompt_token_ids[: len(r.token_ids)] == r.token_ids), self._rows[0])
         text = str(asked.label) if next(self._calls) % 2 == 0 else "?"

@@ -154,13 +154,14 @@ async def fan_out(args: Any, sample: Sample, sampling_params: Any, llm_engine: A
 
 def test_parts_of_a_rollout_are_samples_of_the_group_and_evaluation_takes_the_last() -> None:
     rm = example("custom_rm_path", "reward")
-    replies = [text("4"), text("5"), text("6"), text("4")]
+    replies: list[Any] = [(TOK.encode("4"), "length"), text("5"), text("6"), text("4")]
     group = play(lambda ids, s: replies.pop(0), 2, generate=fan_out, rm=rm)
+    assert sum(t.truncated for t in group.trajectories) == 1
     assert len(group.trajectories) == 4 and not group.failures
     assert sorted(t.sample_index for t in group.trajectories) == [0, 0, 1, 1]
     assert sorted(t.metadata["part"] for t in group.trajectories) == [0, 0, 1, 1]
     assert sum(t.reward == 1.0 for t in group.trajectories) == 2
-    replies = [text("4"), text("5")]
+    replies[:] = [text("4"), text("5")]
     (last,) = play(lambda ids, s: replies.pop(0), generate=fan_out, rm=rm, epoch=EVAL_EPOCH).trajectories
     assert last.metadata["part"] == 1 and last.reward == pytest.approx(0.1)
 
