@@ -203,32 +203,50 @@ class AgentExecutor(MultiTurnAgentExecutor):
 '''
 
 
+FILTERS_FILE = '''
+def keep(args, samples):
+    """Fails for one prompt."""
+    return {5: "no bool"}.get(samples[0].prompt_id, True)
+
+
+def select(args, groups, count):
+    assert all(len(group) == args.n_samples_per_prompt for group in groups)
+    return range(count)
+'''
+
+
 def test_a_multi_turn_agent_written_for_0_9_trains(model: str, tmp_path: Path) -> None:
     """REINFORCE++ with an agent: two turns an episode, KL in the reward, a LoRA adapter under ZeRO-3.
 
-    Asynchronous, with weight updates in the middle of episodes, evaluations and checkpoints.
+    Asynchronous, with weight updates in the middle of episodes, evaluations and checkpoints. A filter of groups fails
+    for one of them, and a filter of the buffer chooses.
     """
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT_FILE)
+    (tmp_path / "filters.py").write_text(FILTERS_FILE)
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     flags = f"""--agent_func_path {agent} --advantage_estimator reinforce --init_kl_coef 0.01
         --max_new_tokens 6 --n_samples_per_prompt 4 --zero_stage 3 --lora_rank 4 --lora_alpha 8
         --async_train --async_queue_size 2 --partial_rollout --enable_vllm_is_correction --dump_rollouts
-        {tmp_path / "dump"} --eval_dataset {prompts} --eval_steps 2 --save_steps 2""".split()
+        {tmp_path / "dump"} --eval_dataset {prompts} --eval_steps 2 --save_steps 2
+        --dynamic_sampling_filter_path {tmp_path}/filters.py:keep
+        --buffer_filter_path {tmp_path}/filters.py:select""".split()
     before = shared_memory()
     run = Command(MODULE, ppo_arguments(model, prompts, tmp_path, *flags)).run()
     assert run.code == 0, run.output
     steps = read_metrics(tmp_path / "ckpt/run")
     assert len(steps) == 4 and len(read_metrics(tmp_path / "ckpt/run", "eval")) == 2
     dumped = [sample for file in sorted((tmp_path / "dump").glob("rollout*")) for sample in read_rollout_dump(file)[0]]
-    assert sorted(sample.prompt_id for sample in dumped) == sorted([*range(32)] * 4)
+    assert sorted(sample.prompt_id for sample in dumped) == sorted([*range(5), *range(6, 32)] * 4)
+    assert "4 samples were lost, the last: prompt 5: " in run.output and "keep() returned a str" in run.output
+    assert sum(step["rollout/lost_filter"] for step in steps if "rollout/lost_filter" in step) == 4
+    assert [step["rollout/num_samples"] for step in steps] == [32, 32, 32, 28]
     assert 0 < max(step["rollout/staleness_max"] for step in steps) <= 2
     for step in steps:
         assert step["rollout/stale_groups"] == 0
         assert step["is_ratio"] == pytest.approx(1, abs=0.2)
-        assert step["rollout/num_samples"] == 32
         assert step["turns"] == 2
-        assert step["rollout/lost_samples"] == 0
+        assert step["rollout/buffer_filter_failures"] == 0
         # Prompt (4), two turns of 1 to 6 tokens, and between them the 3 tokens of the environment.
         assert step["response_length"] == pytest.approx(step["total_length"] - 7)
         assert 2 <= step["response_length"] <= 12
@@ -270,15 +288,18 @@ def _assert_two_turns(run: Path, dump: Path) -> None:
 
 
 def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, tmp_path: Path) -> None:
-    """Two of the runs have an agent: what failed is the engine, not the agent that waits for it."""
+    """One run has hooks and one an agent: what failed is the engine, not the code that waits for it."""
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     (tmp_path / "agent.py").write_text(AGENT_FILE)
-    agent = f"--agent_func_path {tmp_path}/agent.py --max_new_tokens 6 --enable_vllm_is_correction".split()
+    common = "--max_new_tokens 6 --enable_vllm_is_correction"
+    agent = f"--agent_func_path {tmp_path}/agent.py {common}".split()
+    file = EXAMPLES / "python/hooks.py"
+    hooks = f"--custom_generate_function_path {file}:generate --custom_rm_path {file}:reward {common}".split()
     reward = ["--remote_rm_url", str(write_reward(tmp_path / "reward.py"))]
     flags = "--num_episodes 200 --init_kl_coef 0".split()
     before = shared_memory()
 
-    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "a", *flags, *agent))
+    command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / "a", *flags, *hooks))
     process = command.start()
     _until(process, r"^step 1/", 400)
     engine = next(pid for pid, line in marked_processes(command.mark) if "EngineCore" in line)
@@ -287,6 +308,9 @@ def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, 
     assert process.returncode == 1, output
     assert "error: " in output and "engine 0" in output and "Last lines of" in output
     assert not (tmp_path / "a/model").exists()  # nothing half-written
+    step = read_metrics(tmp_path / "a/ckpt/run")[0]
+    assert (step["rollout/num_samples"], step["rollout/lost_samples"]) == (32, 0) and 1 < step["attempts"] <= 2
+    assert step["is_ratio"] == pytest.approx(1, abs=1e-4) and step["sync/logprob_diff_max"] <= 1e-5
     assert_nothing_left(command.mark, before)
 
     # Ctrl-C at work, and SIGTERM (as SLURM sends it) while the processes are being started.
