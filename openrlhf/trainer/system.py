@@ -101,6 +101,7 @@ class PPOSystem:
         timings: dict[str, float] = {}
         with _timed(timings, "wake"):
             if self.cfg.vllm_enable_sleep:
+                self.memory.release()
                 self.engines.wake(["weights"])
         timings["transfer"] = float(max(self.actor.call("sync_weights", version)))
         comparisons = None

@@ -24,6 +24,10 @@ class SharedMemory:
         self._groups = list(groups)
         self._away: list[WorkerGroup] = []
 
+    def release(self) -> None:
+        """Before the engines take their weights: models give back what they cached and don't use, after training a lot."""
+        self._ask("room")
+
     def make_room(self, engine_weights: int) -> None:
         """Before the engines take their cache.
 
@@ -35,8 +39,8 @@ class SharedMemory:
         """
         if self._away:
             return
-        # All of them first: what one process has cached and does not use is missing for all.
-        self._ask("room")
+        # All of them first: what one process has cached since is missing for all.
+        self.release()
         for group in self._groups:
             free, total = min(group.call("room"))
             if free >= engine_share(self._cfg, total) - engine_weights:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_run import config
+from scripted_run import Policy, config
 
 from openrlhf.platform import MemoryStats
+from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.turns import GIB, SharedMemory
 
 TOTAL = 80 * int(GIB)
@@ -65,6 +66,39 @@ def test_models_go_one_by_one_until_the_share_of_the_engines_is_free(
     memory.bring_back()
     assert log == gone + [entry.replace("offload", "reload") for entry in gone]
     assert gpus.free == list(free)
+
+
+class Engines:
+    """Stands for the pool: an engine that sleeps, and takes its weights and its cache when it is woken."""
+
+    workers_per_engine = 1
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def wake(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags[0]}")
+
+
+def test_caches_of_training_are_given_back_before_an_engine_takes_its_weights(tmp_path: Path) -> None:
+    """A training step had left 65 of 79 GiB cached, and the engine found no room for its weights."""
+    cfg = replace(config(tmp_path), vllm_enable_sleep=True, deepspeed_enable_sleep=True)
+    actor = Policy()
+    actor.answers |= {"room": (0, TOTAL), "weight_bytes": 3 * int(GIB)}
+    engines = Engines(actor.calls)
+    PPOSystem(cfg, None, engines, actor, None, None, None).sync_weights([1, 2], 1)  # type: ignore[arg-type]
+    order = [
+        "room",
+        "wake weights",
+        "sync_weights",
+        "probe",
+        "weight_bytes",
+        "room",
+        "room",
+        "offload",
+        "wake kv_cache",
+    ]
+    assert actor.calls == order
 
 
 def test_engines_that_never_sleep_need_no_room(tmp_path: Path) -> None:
