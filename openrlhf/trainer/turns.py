@@ -25,7 +25,7 @@ class SharedMemory:
         self._away: list[WorkerGroup] = []
 
     def release(self) -> None:
-        """Before the engines take their weights: models give back what they cached and don't use, after training a lot."""
+        """Before the engines take their weights: models give back what they cached, which is a lot after training."""
         self._ask("room")
 
     def make_room(self, engine_weights: int) -> None:
