@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -23,6 +22,13 @@ from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
+from openrlhf.workers.deepspeed_config import (
+    DeepSpeedOptions,
+    deepspeed_config,
+    offloads_adam,
+    on_gpu,
+    tame_deepspeed,
+)
 from openrlhf.workers.distributed import all_reduce_sum, barrier
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
@@ -33,27 +39,12 @@ from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optim
 logger = get_logger(__name__)
 
 __all__ = [
-    "DeepSpeedOptions",
     "NonFiniteError",
     "OptimizerSpec",
     "SchedulerSpec",
     "StepStats",
     "TrainEngine",
 ]
-
-
-class DeepSpeedOptions(Protocol):
-    """The flags that decide how a model is partitioned and optimised."""
-
-    zero_stage: int
-    param_dtype: str
-    adam_offload: bool
-    zpg: int
-    overlap_comm: bool
-    grad_accum_dtype: str | None
-    max_norm: float
-    seed: int
-    ring_attn_size: int
 
 
 class StepStats(NamedTuple):
@@ -72,57 +63,6 @@ class StepStats(NamedTuple):
 
 class NonFiniteError(FloatingPointError):
     """A loss or gradient is NaN or infinite. The weights were not touched."""
-
-
-def deepspeed_config(opts: DeepSpeedOptions, stage: int, *, training: bool, param_offload: bool) -> dict[str, Any]:
-    """DeepSpeed's configuration. Accumulation is ours, so batch sizes are 1 and mean nothing."""
-    zero: dict[str, Any] = {
-        # without ZeRO, DeepSpeed has no float32 master weights; ZeRO-1 does what is wanted and partitions only them
-        "stage": 1 if stage == 0 and opts.param_dtype != "fp32" else stage,
-        "overlap_comm": opts.overlap_comm,
-        "contiguous_gradients": opts.overlap_comm,
-        "zero_hpz_partition_size": opts.zpg,
-        "offload_param": {"device": "cpu" if param_offload and stage == 3 else "none"},
-    }
-    if training:
-        offload = _offloads_adam(opts)
-        zero["offload_optimizer"] = {"device": "cpu" if offload else "none", "pin_memory": offload}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": 1 << 40,
-        "zero_optimization": zero,
-        "gradient_clipping": opts.max_norm,
-        "wall_clock_breakdown": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    if opts.param_dtype == "bf16":
-        # without the check DeepSpeed applies a NaN gradient to bf16 weights
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-    elif opts.param_dtype == "fp16":
-        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}
-    if opts.grad_accum_dtype:
-        config["data_types"] = {"grad_accum_dtype": opts.grad_accum_dtype}
-    if getattr(opts, "use_ds_universal_ckpt", False):
-        config["checkpoint"] = {"load_universal": True}
-    if getattr(opts, "deepcompile", False) and training:
-        config["compile"] = {"deepcompile": True}
-    return config
-
-
-def _on_gpu() -> bool:
-    return platform.device_type() == "cuda"
-
-
-def _offloads_adam(opts: DeepSpeedOptions) -> bool:
-    """On a CPU the optimizer's state is where ``--adam_offload`` wants it already."""
-    return opts.adam_offload and _on_gpu()
-
-
-def _tame_deepspeed() -> None:
-    """Only DeepSpeed's warnings, and no compiling of its CPU all-reduce at start (minutes of g++); gloo serves."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class TrainEngine:
@@ -161,11 +101,11 @@ class TrainEngine:
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("call openrlhf.workers.distributed.init_distributed() before building a TrainEngine")
-        if opts.param_dtype == "fp16" and not _on_gpu():
+        if opts.param_dtype == "fp16" and not on_gpu():
             raise ValueError("--param_dtype fp16 does not run on a CPU; use fp32 or bf16")
-        _tame_deepspeed()
+        tame_deepspeed()
         self.opts = opts
-        self.device = torch.device("cuda", torch.cuda.current_device()) if _on_gpu() else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         self.training = optimizer is not None
         self.param_offload = param_offload
         self.data_copies = opts.ring_attn_size
@@ -183,7 +123,7 @@ class TrainEngine:
         config = deepspeed_config(opts, self._stage, training=self.training, param_offload=param_offload)
         self._engine: Any = None
         if optimizer is not None:
-            built = build_optimizer(model, optimizer, _offloads_adam(opts))
+            built = build_optimizer(model, optimizer, offloads_adam(opts))
             schedule = build_scheduler(built, scheduler, optimizer.lr) if scheduler is not None else None
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=built, lr_scheduler=schedule, config=config, dist_init_required=False
@@ -269,7 +209,7 @@ class TrainEngine:
         """
         if self._stage == 3 or self.data_copies > 1:
             return False
-        return not training or (dist.get_world_size() == 1 and not _offloads_adam(self.opts))
+        return not training or (dist.get_world_size() == 1 and not offloads_adam(self.opts))
 
     def discard_gradients(self) -> None:
         """Forget everything since the last :meth:`step`, also a backward pass that ended with an error half-way.
@@ -588,7 +528,7 @@ class TrainEngine:
         :meth:`reload_states` everything that needs the weights is refused, everywhere.
         """
         self._asleep = True
-        if not _on_gpu():
+        if not on_gpu():
             return
         if self._frozen is not None:
             self._frozen.to_cpu()
@@ -600,7 +540,7 @@ class TrainEngine:
     def reload_states(self) -> None:
         """Bring back what :meth:`offload_states` moved."""
         self._asleep = False
-        if not _on_gpu():
+        if not on_gpu():
             return
         if self._frozen is not None:
             if not self.param_offload:
