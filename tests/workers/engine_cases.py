@@ -46,6 +46,7 @@ from openrlhf.workers.deepspeed_engine import (  # noqa: E402
 from openrlhf.workers.distributed import all_reduce_sum, init_distributed, shutdown  # noqa: E402
 from openrlhf.workers.messages import CUTS  # noqa: E402
 from openrlhf.workers.muon import MuonSpec  # noqa: E402
+from openrlhf.workers.offload import offload_engine  # noqa: E402
 from openrlhf.workers.optimizer import build_optimizer, build_scheduler  # noqa: E402
 
 LENGTHS = (3, 9, 2, 7, 8, 5)
@@ -253,6 +254,21 @@ def quantized(cases: Cases) -> None:
         cases.results[f"4-bit zero{stage} meta"] = resumed.parameter_meta() == [
             (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()
         ]
+
+
+def states_away(cases: Cases) -> None:
+    """Steps with DeepSpeed's states offloaded in between: frozen weights, and an optimizer that is none of its own."""
+    kinds = {"lora zero3": ({"lora_rank": 4}, SPEC), "muon zero3": ({}, replace(SPEC, muon=MuonSpec(0.02, 0.95)))}
+    for name, (changes, spec) in kinds.items():
+        torch.manual_seed(5)
+        opts = options(zero_stage=3, **changes)
+        engine = TrainEngine(PolicyModel(load_causal_lm(cases.model, opts)), opts, spec, SCHEDULE)
+        figures = []
+        for _ in range(3):
+            figures.append(cases.step(engine))
+            offload_engine(engine._engine, engine._stage)
+            engine._engine.reload_states()
+        cases.results[f"{name} away"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
 
 
 def zero3_loading(cases: Cases) -> None:
@@ -593,6 +609,7 @@ def main() -> None:
         equality,
         muon,
         quantized,
+        states_away,
         zero3_loading,
         checkpoints,
         refused_checkpoints,

@@ -106,6 +106,11 @@ def test_adapters_on_4bit_weights(results: dict[str, Any], stage: int) -> None:
     assert results[f"4-bit zero{stage} resumed"] and results[f"4-bit zero{stage} meta"]
 
 
+def test_offloaded_states_come_back(results: dict[str, Any]) -> None:
+    assert results["lora zero3 away"] == results["lora zero3"]
+    assert results["muon zero3 away"] == results["muon zero3"]["figures"]
+
+
 def test_partitioned_loading_gives_the_same_model(results: dict[str, Any]) -> None:
     assert results["zero3_init equal"]
     assert results["zero3_init steps"] == pytest.approx([row[0] for row in results["plain tied"]], rel=1e-6)
