@@ -33,6 +33,8 @@ def picture(height: int, width: int, seed: int) -> bytes:
     return buffer.getvalue()
 
 
+Case = tuple[Tensor, list[tuple[int, int, bytes]]]
+"""Token ids, and each image's place, number of tokens and file contents."""
 PICTURES = [picture(*size, seed) for seed, size in enumerate(SIZES)]
 
 
@@ -42,7 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def cases(folder: str) -> list[tuple[Tensor, list[tuple[int, int, bytes]]]]:
+def cases(folder: str) -> list[Case]:
+    return picture_cases(folder)
+
+
+def picture_cases(folder: str) -> list[Case]:
     """Sequences and their images: one, none, two, and a token of the image kind that the policy sampled."""
     vision = VisionInputs(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -65,7 +71,7 @@ def cases(folder: str) -> list[tuple[Tensor, list[tuple[int, int, bytes]]]]:
     return result
 
 
-def packed(cases: list[tuple[Tensor, list[tuple[int, int, bytes]]]]) -> MicroBatch:
+def packed(cases: list[Case]) -> MicroBatch:
     batch = pack([ids for ids, _ in cases], {}, range(len(cases)))
     starts = batch.cu_seqlens.tolist()
     images = [(start + at, n, d) for start, (_, own) in zip(starts, cases, strict=False) for at, n, d in own]
