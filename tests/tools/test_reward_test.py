@@ -67,6 +67,17 @@ def test_labels_stand_for_responses_and_templates_are_used(capsys: pytest.Captur
     assert "prompt ...'Q:0+1='" in text
 
 
+def test_several_rewards_are_summed_with_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(
+        "test --remote_rm_url right=right.py,same=builtin:exact_match --reward_weights right=0.5,same=0.25 "
+        "--dataset rows.jsonl --input_key question --output_key said --label_key answer",
+        capsys,
+    )
+    assert code == 0, text
+    assert "rewards   mean 0.375, " in text and "scores    mean 0.625, " in text
+    assert "reward_part/right mean 0.5, " in text and "reward_part/same mean 0.5, " in text and "right/level" in text
+
+
 def test_failures_are_counted_sample_by_sample_and_end_with_1(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = run(
         "test --remote_rm_url broken.py --dataset rows.jsonl --input_key question --label_key answer", capsys
