@@ -18,10 +18,11 @@ from openrlhf.models.export import ExportedWeight, exported_weights
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
-from openrlhf.models.partition import effective_zero_stage, whole
+from openrlhf.models.partition import effective_zero_stage, full_shape, whole
 from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
+from openrlhf.workers.checkpoint_fit import Setup, check_fit
 from openrlhf.workers.deepspeed_config import (
     DeepSpeedOptions,
     deepspeed_config,
@@ -447,15 +448,16 @@ class TrainEngine:
             tag: None = the one that ``latest`` names.
 
         Raises:
-            CheckpointError: nothing there, damaged, or written by another number of ranks or ZeRO stage.
+            CheckpointError: nothing there, damaged, or made by another setup; see :func:`check_fit`.
         """
         self._require_training("load_checkpoint")
         name = files.LATEST_UNIVERSAL if self._universal else files.LATEST
         tag = tag or files.latest_tag(root, name)
         if tag is None:
             raise files.CheckpointError(f"{root} has no file {name!r}: there is no checkpoint to resume from")
-        if not self._universal:
-            self._check_meta(root, tag)
+        trained = {n: full_shape(p) for n, p in self.module.named_parameters() if p.requires_grad}
+        setup = Setup(dist.get_world_size(), self._stage, self.opts.zero_stage, self.opts.param_dtype, trained)
+        check_fit(root, tag, setup, self._universal)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
         path, state = self._engine.load_checkpoint(str(root), tag=tag, load_module_strict=not self._quantized)
         if path is None:
@@ -500,24 +502,6 @@ class TrainEngine:
         schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
         for group, rate in zip(self._engine.optimizer.param_groups, schedule._last_lr, strict=True):
             group["lr"] = rate
-
-    def _check_meta(self, root: str | Path, tag: str) -> None:
-        saved, now = files.read_meta(root, tag), self._meta()
-        convert = f"run `openrlhf convert universal --ckpt_path {root}` and add --use_ds_universal_ckpt"
-        wrong = []
-        if saved["param_dtype"] != now["param_dtype"]:
-            wrong.append(f"--param_dtype was {saved['param_dtype']}, is {now['param_dtype']}")
-        if saved["world_size"] != now["world_size"]:
-            wrong.append(
-                f"it was written by {saved['world_size']} ranks and this run has {now['world_size']} (start with "
-                f"the same number, or {convert})"
-            )
-        elif saved["zero_stage"] == self.opts.zero_stage != now["zero_stage"]:
-            wrong.append(f"it has the partitions of several ranks' ZeRO-{saved['zero_stage']} ({convert})")
-        elif saved["zero_stage"] != now["zero_stage"]:
-            wrong.append(f"--zero_stage was {saved['zero_stage']}, is {self.opts.zero_stage}")
-        if wrong:
-            raise files.CheckpointError(f"cannot resume from {Path(root) / tag}: {'; '.join(wrong)}")
 
     # ------------------------------------------------------------------------------------------------------ sleep
 

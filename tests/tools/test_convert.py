@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import CASES
+from checkpoint_cases import CASES, build, step
 from safetensors.torch import load_file
 from tool_helpers import commands, contents, make_reward_model, page
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,6 +23,7 @@ from openrlhf.cli.convert import main
 from openrlhf.trainer import supervised
 from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
+from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.distributed import init_distributed, shutdown
 
 pytestmark = pytest.mark.e2e
@@ -109,6 +110,29 @@ def test_universal_checkpoints_resume_on_another_number_of_ranks(folder: Path, c
     resumed = run_ranks(1, "resume", folder, *names)
     for name in names:
         assert resumed[name] == pytest.approx(losses[name], rel=2e-6), name
+        for changes, word in (
+            ({"zero_stage": 5 - CASES[name]["zero_stage"]}, "can't read it; take --zero_stage"),
+            ({"lora_rank": 4}, "weights that this run trains .*lora_A.* Resume with the model, --lora_rank"),
+            ({"model": "rm"}, "lacks 1 of the .*score.weight.* Resume with the model"),
+        ):
+            with pytest.raises(CheckpointError, match=word):
+                build(folder, name, use_ds_universal_ckpt=True, **changes).load_checkpoint(folder / name)
+
+
+def test_adapters_resume_from_the_universal_format(tmp_path: Path, one_rank: None) -> None:
+    make_tiny_model(tmp_path / "plain")
+
+    def adapters(**changes: Any) -> Any:
+        return build(tmp_path, "zero3", zero_stage=2, lora_rank=4, **changes)
+
+    engine, world = adapters(), init_distributed()
+    step(engine, world, 0)
+    engine.save_checkpoint(tmp_path / "ckpt", "global_step1", {})
+    after = [step(engine, world, seed) for seed in (1, 2)]
+    assert main(["universal", "--ckpt_path", str(tmp_path / "ckpt")]) == 0
+    resumed = adapters(use_ds_universal_ckpt=True)
+    assert resumed.load_checkpoint(tmp_path / "ckpt") == {}
+    assert [step(resumed, world, seed) for seed in (1, 2)] == after
 
 
 class TestHf2Resume:
