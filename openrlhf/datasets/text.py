@@ -124,6 +124,8 @@ def assistant_spans(
 ) -> tuple[str, list[tuple[int, int]]]:
     """A conversation as text, and the character span of each wanted assistant turn, its end token included.
 
+    Where turns end with the tag of the next role (GLM), that tag is what stops the model, and belongs to the span.
+
     Args:
         turns: positions of the wanted messages, ascending. The text ends with the last of them.
 
@@ -142,5 +144,17 @@ def assistant_spans(
                 "told; train on the last turn only (without --multiturn) or use another template"
             )
         # templates write a newline after the end token, which the model never has to produce
-        spans.append((len(head), len(upto.rstrip("\n"))))
+        end = len(upto.rstrip("\n"))
+        spans.append((len(head), end if turn == last else end + _next_tag(tokenizer, full, len(head), end)))
     return full[: spans[-1][1]], spans
+
+
+def _next_tag(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> int:
+    """Characters after an answer up to the end of the special token that follows; 0 if the answer ends with one."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special.update(tokenizer.all_special_tokens)
+    if any(text.endswith(token, start, end) for token in special):
+        return 0
+    newlines = len(text[end:]) - len(text[end:].lstrip("\n"))
+    tag = max((token for token in special if text.startswith(token, end + newlines)), key=len, default="")
+    return newlines + len(tag) if tag else 0

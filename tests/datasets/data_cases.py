@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,15 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     return str(path)
 
 
-def letters(template: str | None = CHATML, eos: str = "<|im_end|>", adds_bos: bool = False) -> PreTrainedTokenizerFast:
+def letters(
+    template: str | None = CHATML,
+    eos: str = "<|im_end|>",
+    adds_bos: bool = False,
+    special: Sequence[str] = (),
+    bos: str = "<bos>",
+) -> PreTrainedTokenizerFast:
     """One token a character, special tokens whole; ``adds_bos`` makes the tokenizer put <bos> first by itself."""
-    symbols = [*SPECIAL, *map(chr, range(32, 127)), "\n"]
+    symbols = list(dict.fromkeys([*SPECIAL, *special, *map(chr, range(32, 127)), "\n"]))
     vocabulary = {symbol: i for i, symbol in enumerate(symbols)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -38,9 +44,9 @@ def letters(template: str | None = CHATML, eos: str = "<|im_end|>", adds_bos: bo
             single="<bos> $A", special_tokens=[("<bos>", vocabulary["<bos>"])]
         )
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<pad>", bos_token="<bos>", eos_token=eos, unk_token="<unk>"
+        tokenizer_object=inner, pad_token="<pad>", bos_token=bos, eos_token=eos, unk_token="<unk>"
     )
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *special]})
     tokenizer.chat_template = template
     return tokenizer
 

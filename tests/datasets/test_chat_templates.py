@@ -1,0 +1,153 @@
+"""What is trained on in conversations as widely used models write them, letter by letter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chat_templates as families
+import pytest
+from chat_templates import Family
+from data_cases import letters
+from datasets import Dataset
+
+from openrlhf.config import DPOConfig, PPOConfig, SFTConfig
+from openrlhf.datasets.preference import PreferenceFormat, tokenize_pair
+from openrlhf.datasets.prompts import build_prompts
+from openrlhf.datasets.sft import SFTFormat, tokenize_sft_row
+from openrlhf.datasets.sources import DataError
+
+TALK = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "a"},
+    {"role": "user", "content": "r"},
+    {"role": "assistant", "content": "b"},
+]
+NO_SYSTEM = TALK[1:]
+
+# family, conversation, its head before the last answer, the last answer as it is learnt, every answer as it is learnt
+GOLDEN: dict[str, tuple[Family, list[dict[str, str]], str, str, str | None]] = {
+    "llama3": (
+        families.LLAMA3,
+        TALK,
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nq<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\na<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nr<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "b<|eot_id|>",
+        "a<|eot_id|>b<|eot_id|>",
+    ),
+    "chatml": (
+        families.CHATML,
+        TALK,
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+        "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n",
+        "b<|im_end|>",
+        "a<|im_end|>b<|im_end|>",
+    ),
+    "qwen2.5": (
+        families.QWEN25,
+        NO_SYSTEM,
+        "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+        "a<|im_end|>\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n",
+        "b<|im_end|>",
+        "a<|im_end|>b<|im_end|>",
+    ),
+    "qwen3": (
+        families.QWEN3,
+        [*TALK[:2], {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"}, *TALK[3:]],
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+        "<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n",
+        "<think>\n\n</think>\n\nb<|im_end|>",
+        None,  # the first answer lost its thought when the second question came
+    ),
+    "mistral": (
+        families.MISTRAL,
+        TALK,
+        "<s>[INST] S\n\nq[/INST] a</s>[INST] r[/INST]",
+        " b</s>",
+        " a</s> b</s>",
+    ),
+    "gemma": (
+        families.GEMMA,
+        NO_SYSTEM,
+        "<bos><start_of_turn>user\nq<end_of_turn>\n<start_of_turn>model\na<end_of_turn>\n"
+        "<start_of_turn>user\nr<end_of_turn>\n<start_of_turn>model\n",
+        "b<end_of_turn><eos>",
+        "a<end_of_turn>b<end_of_turn><eos>",
+    ),
+    "glm": (
+        families.GLM,
+        TALK,
+        "[gMASK]<sop><|system|>\nS<|user|>\nq<|assistant|>\na<|user|>\nr<|assistant|>\n",
+        "b<eos>",
+        "a<|user|>b<eos>",
+    ),
+}
+
+
+def tokenizer_of(family: Family) -> Any:
+    return letters(family.template, family.eos, adds_bos=True, special=family.special, bos=family.bos)
+
+
+def style(**changes: Any) -> SFTFormat:
+    flags = {"input_key": "talk", "output_key": None, "apply_chat_template": True, "max_len": 999}
+    return SFTFormat.from_config(SFTConfig(**{**flags, **changes}))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_sft(name: str) -> None:
+    family, talk, head, last, every = GOLDEN[name]
+    tokenizer = tokenizer_of(family)
+
+    def texts(**changes: Any) -> tuple[str, str]:
+        row = tokenize_sft_row({"talk": talk}, 0, style(**changes), tokenizer)
+        learnt = [token for token, on in zip(row.token_ids, row.loss_mask, strict=True) if on]
+        assert row.token_ids == tokenizer(tokenizer.decode(row.token_ids), add_special_tokens=False)["input_ids"]
+        return tokenizer.decode(row.token_ids), tokenizer.decode(learnt)
+
+    assert texts() == (head + last, last)
+    if every is None:
+        with pytest.raises(DataError, match="rewrites earlier turns.*message 2"):
+            texts(multiturn=True)
+    else:
+        assert texts(multiturn=True) == (head + last, every)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_prompts_of_rollouts_are_the_heads_that_sft_learns_after(name: str) -> None:
+    family, talk, head, *_ = GOLDEN[name]
+    tokenizer = tokenizer_of(family)
+    cfg = PPOConfig(input_key="talk", apply_chat_template=True)
+    (prompt,) = build_prompts(Dataset.from_list([{"talk": talk[:-1]}]), cfg, tokenizer, 999)
+    assert prompt.text == tokenizer.decode(prompt.token_ids) == head
+    assert prompt.token_ids.count(tokenizer.bos_token_id) == head.count(family.bos)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_pairs_have_the_answers_behind_the_same_head(name: str) -> None:
+    family, talk, head, last, _ = GOLDEN[name]
+    tokenizer = tokenizer_of(family)
+    cfg = DPOConfig(prompt_key="talk", chosen_key="good", rejected_key="bad", apply_chat_template=True, max_len=999)
+    row = {"talk": talk[:-1], "good": talk[-1:], "bad": [{"role": "assistant", "content": "c"}]}
+    pair = tokenize_pair(row, 0, PreferenceFormat.from_config(cfg), tokenizer)
+    for ids, mask, answer in (
+        (pair.chosen_ids, pair.chosen_mask, last),
+        (pair.rejected_ids, pair.rejected_mask, last.replace("b", "c", 1)),
+    ):
+        assert tokenizer.decode(ids) == head + answer
+        assert tokenizer.decode(ids[mask.index(True) :]) == answer and sum(mask) == len(ids) - mask.index(True)
+
+
+def test_a_refusal_of_the_template_names_the_row() -> None:
+    with pytest.raises(DataError, match="row 4: the chat template refuses the messages: System role not supported"):
+        tokenize_sft_row({"talk": TALK}, 4, style(), tokenizer_of(families.GEMMA))
+
+
+def test_a_thought_is_learnt_in_the_last_answer() -> None:
+    tokenizer = tokenizer_of(families.QWEN3)
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"}]
+    row = tokenize_sft_row({"talk": talk}, 0, style(multiturn=True), tokenizer)
+    text = tokenizer.decode(row.token_ids)
+    assert text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\na<|im_end|>"
+    assert row.loss_mask.index(True) == row.token_ids.index(tokenizer.convert_tokens_to_ids("<"))
