@@ -34,7 +34,7 @@ from openrlhf.trainer.ppo_async import AsyncPPOTrainer
 from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, replayed_files, replayed_steps
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
-from openrlhf.trainer.sampling import training_sampling
+from openrlhf.trainer.sampling import sampling_line, training_sampling
 from openrlhf.trainer.system import start_system
 from openrlhf.trainer.weight_check import WeightMismatchError
 from openrlhf.utils import interrupts
@@ -137,6 +137,7 @@ def _train(cfg: PPOConfig, console: Console) -> None:
             f"{len(inputs.rows)} prompts, {derived.num_rollouts} rollouts of {derived.samples_per_rollout} samples, "
             + ("nothing is trained" if cfg.rollout_only else f"{total_steps} optimizer steps")
         )
+        console.say(sampling_line(cfg))
     run_dir = Path(cfg.run_folder)
     log_dir = (run_dir / "logs").absolute()
     log_dir.mkdir(parents=True, exist_ok=True)

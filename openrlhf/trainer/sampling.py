@@ -26,3 +26,12 @@ def training_sampling(cfg: PPOConfig) -> SamplingParams:
 def eval_sampling(cfg: PPOConfig) -> SamplingParams:
     """Options of evaluation: those of training at another temperature."""
     return replace(training_sampling(cfg), temperature=cfg.eval_temperature, logprobs=False)
+
+
+def sampling_line(cfg: PPOConfig) -> str:
+    """What the engines sample with, for the start of a run."""
+    options = training_sampling(cfg)
+    shown = [f"temperature {options.temperature:g}", f"top_p {options.top_p:g}"]
+    shown += [f"top_k {options.top_k if options.top_k > 0 else 'off'}", f"min_p {options.min_p:g}"]
+    shown.append(f"repetition_penalty {options.repetition_penalty:g}")
+    return f"Sampling: {', '.join(shown)}; defaults of the model's generation_config.json are not used"

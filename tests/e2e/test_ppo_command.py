@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -40,7 +41,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "policy")
+    """With defaults in its generation_config.json that must not reach the engines."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("model") / "policy")
+    path = Path(folder) / "generation_config.json"
+    leaking = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 5, "repetition_penalty": 1.1}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **leaking}))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +148,9 @@ def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: 
     arguments = ppo_arguments(model, prompts, tmp_path, *flags, reward=reward_server)
     run = Command(MODULE, [*arguments, "--dump_rollouts", str(dump)]).run()
     assert run.code == 0, run.output
+    assert "temperature 1, top_p 1, top_k off, min_p 0, repetition_penalty 1; defaults of the model's" in " ".join(
+        run.output.split()
+    )
     steps = read_metrics(tmp_path / "ckpt/run")
     assert len(steps) == 2
     for step in steps:
@@ -152,6 +161,7 @@ def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: 
             assert name in step, name
         assert step["reward/failures"] == 0
         assert 0 <= step["sync/logprob_diff_max"] < 1  # in bf16 it is reported, not required
+        assert step["logprobs_diff"] < 0.1  # sampling from 5 of 84 tokens: log(84 / 5) = 2.8
     evaluations = read_metrics(tmp_path / "ckpt/run", "eval")
     assert [e["step"] for e in evaluations] == [0, 2]
     assert evaluations[0]["eval_num_samples"] == 48
