@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import CheckpointOptions
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.checkpoint_files import resume_tag
+from openrlhf.workers.checkpoint_files import nothing_to_resume, resume_tag
 from openrlhf.workers.deepspeed_engine import TrainEngine
 
 logger = get_logger(__name__)
@@ -46,7 +46,7 @@ class Checkpoints:
             return None
         tag = resume_tag(self.root, bool(getattr(self._cfg, "use_ds_universal_ckpt", False)))
         if tag is None:
-            logger.warning("--load_checkpoint: there is no checkpoint in %s, starting from the beginning", self.root)
+            logger.warning(nothing_to_resume(self.root))
             return None
         state = self._engine.load_checkpoint(self.root, tag)
         # `convert hf2resume` knows the number of samples, but not the data

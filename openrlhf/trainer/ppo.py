@@ -51,6 +51,7 @@ from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import WeightCheck
+from openrlhf.workers.checkpoint_files import nothing_to_resume
 from openrlhf.workers.group import WorkerGroup
 from openrlhf.workers.messages import CUTS
 
@@ -328,7 +329,7 @@ class PPOTrainer:
     def _resume(self) -> None:
         state = self.checkpoints.load()
         if state is None:
-            self.console.say(f"No checkpoint in {self.cfg.ckpt_path}: starting from the beginning")
+            self.console.say(nothing_to_resume(self.cfg.ckpt_path))
             return
         self.stream.load_state_dict(state["data_loader_state_dict"])
         self.buffer.load_state_dict(state["buffer"])

@@ -95,7 +95,7 @@ def resume_tag(root: str | Path, universal: bool) -> str | None:
         universal: of the newest checkpoint in DeepSpeed's universal format (``--use_ds_universal_ckpt``).
 
     Raises:
-        CheckpointError: there are checkpoints, but none was converted.
+        CheckpointError: there are checkpoints, but none was converted, or no file says which is the newest.
     """
     tag = latest_tag(root, LATEST_UNIVERSAL if universal else LATEST)
     if tag is None and universal and latest_tag(root) is not None:
@@ -103,7 +103,21 @@ def resume_tag(root: str | Path, universal: bool) -> str | None:
             f"--use_ds_universal_ckpt: no checkpoint in {root} was converted; run `openrlhf convert universal "
             f"--ckpt_path {root}` first"
         )
+    if tag is None and not universal and checkpoint_tags(root):
+        raise CheckpointError(
+            f"{root} has no file `{LATEST}` that names the checkpoint to resume from; write one of these names into "
+            f"it: {', '.join(checkpoint_tags(root))}"
+        )
     return tag
+
+
+def nothing_to_resume(root: str | Path) -> str:
+    """What ``--load_checkpoint`` says before a run starts from the beginning; also names copies without optimizer."""
+    copies = sorted(folder.parent.name for folder in Path(root).glob("*_hf/config.json"))
+    told = f"--load_checkpoint: there is no checkpoint in {root}, starting from the beginning"
+    if copies:
+        told += f"; {', '.join(copies)} have weights only: give one to --pretrain, or to `openrlhf convert hf2resume`"
+    return told
 
 
 def checkpoint_tags(root: str | Path) -> list[str]:

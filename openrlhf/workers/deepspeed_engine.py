@@ -459,9 +459,13 @@ class TrainEngine:
         setup = Setup(dist.get_world_size(), self._stage, self.opts.zero_stage, self.opts.param_dtype, trained)
         check_fit(root, tag, setup, self._universal)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
-        path, state = self._engine.load_checkpoint(str(root), tag=tag, load_module_strict=not self._quantized)
+        damaged = f"checkpoint {Path(root) / tag} is damaged or not complete, resume from another"
+        try:
+            path, state = self._engine.load_checkpoint(str(root), tag=tag, load_module_strict=not self._quantized)
+        except (OSError, RuntimeError, ValueError, KeyError, AssertionError, EOFError) as error:
+            raise files.CheckpointError(f"{damaged}: {type(error).__name__}: {error}") from error
         if path is None:
-            raise files.CheckpointError(f"DeepSpeed could not read checkpoint {Path(root) / tag}")
+            raise files.CheckpointError(f"{damaged}: DeepSpeed found nothing in it")
         self.step_count = int(state["step_count"])
         if self._universal:
             self._separate_steps()

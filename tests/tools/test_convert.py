@@ -130,6 +130,10 @@ def test_adapters_resume_from_the_universal_format(tmp_path: Path, one_rank: Non
     engine.save_checkpoint(tmp_path / "ckpt", "global_step1", {})
     after = [step(engine, world, seed) for seed in (1, 2)]
     assert main(["universal", "--ckpt_path", str(tmp_path / "ckpt")]) == 0
+    with pytest.raises(CheckpointError, match="is damaged or not complete.*FileNotFoundError.*optim_states"):
+        (file,) = (tmp_path / "ckpt/global_step1").glob("*optim_states.pt")
+        file.unlink()
+        adapters().load_checkpoint(tmp_path / "ckpt")
     resumed = adapters(use_ds_universal_ckpt=True)
     assert resumed.load_checkpoint(tmp_path / "ckpt") == {}
     assert [step(resumed, world, seed) for seed in (1, 2)] == after

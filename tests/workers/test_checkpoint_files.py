@@ -86,6 +86,18 @@ def test_missing_and_damaged_checkpoints_are_explained(tmp_path: Path) -> None:
     assert files.latest_tag(tmp_path / "elsewhere") is None
 
 
+def test_a_start_from_the_beginning_is_never_silent(tmp_path: Path) -> None:
+    assert files.resume_tag(tmp_path, universal=False) is None
+    assert files.nothing_to_resume(tmp_path).endswith("starting from the beginning")
+    (tmp_path / "global_step3_hf").mkdir()
+    (tmp_path / "global_step3_hf/config.json").write_text("{}")
+    assert "global_step3_hf have weights only: give one to --pretrain" in files.nothing_to_resume(tmp_path)
+    write(tmp_path, "global_step1")
+    (tmp_path / files.LATEST).unlink()
+    with pytest.raises(files.CheckpointError, match="no file `latest`.*into it: global_step1"):
+        files.resume_tag(tmp_path, universal=False)
+
+
 def test_random_states_come_back() -> None:
     state = files.rng_state()
     first = (random.random(), float(np.random.rand()), float(torch.rand(1)))
