@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 
-def fitting_sizes(heads: int, key_value_heads: int) -> list[int]:
+def fitting_sizes(heads: int, key_value_heads: int, shared: bool = True) -> list[int]:
     """Numbers of ranks that can share the heads equally, 1 included.
 
     Each rank needs as many query heads as the others, and the key-value heads that belong to them: either its own, or
-    one that it has in common with neighbours.
+    with ``shared`` one that it has in common with neighbours.
     """
     sizes = (n for n in range(1, heads + 1) if heads % n == 0)
-    return [n for n in sizes if key_value_heads % n == 0 or n % key_value_heads == 0]
+    return [n for n in sizes if key_value_heads % n == 0 or (shared and n % key_value_heads == 0)]
 
 
 def describe_heads(heads: int, key_value_heads: int, size: int) -> str:

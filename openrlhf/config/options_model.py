@@ -121,7 +121,11 @@ class DeepSpeedOptions(PrecisionOptions):
         choices=("bf16", "fp16", "fp32"),
     )
     deepcompile: bool = flag(False, "compile the training engine with DeepCompile", "ds.deepcompile")
-    ds_tensor_parallel_size: int = flag(1, "ranks that share each layer (DeepSpeed AutoTP)", "ds.tensor_parallel_size")
+    ds_tensor_parallel_size: int = flag(
+        1,
+        "ranks that share each layer (DeepSpeed AutoTP)",
+        "ds.tensor_parallel_size",
+    )
     ring_attn_size: int = flag(
         1, "ranks that share each sequence (Ulysses sequence parallelism); divides the heads", "ds.ring_attn_size"
     )

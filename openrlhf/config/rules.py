@@ -31,6 +31,7 @@ from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOp
 from openrlhf.config.problems import Violation
 from openrlhf.config.rules_ppo import check_ppo, check_reward_sources, explain_division, nearest_multiples
 from openrlhf.config.unsupported import unsupported
+from openrlhf.config.values import show_value
 
 # Without these being sound numbers, the arithmetic of batches means nothing.
 BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "ds_tensor_parallel_size"}
@@ -205,12 +206,21 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
 
 
 def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
-    if cfg.ds_tensor_parallel_size > 1 and cfg.param_dtype != "bf16":
-        yield Violation(
-            "ds_tensor_parallel_size",
-            f"works in bf16 only, but --param_dtype is {cfg.param_dtype}",
-            "use --param_dtype bf16",
-        )
+    if cfg.ds_tensor_parallel_size > 1:
+        refused = {
+            "param_dtype": cfg.param_dtype == "fp16",
+            "ring_attn_size": cfg.ring_attn_size > 1,
+            "lora_rank": bool(flag_value(cfg, "lora_rank")),
+            "load_in_4bit": bool(flag_value(cfg, "load_in_4bit")),
+            "optim": "muon" in (flag_value(cfg, "optim"), flag_value(cfg, "critic_optim")),
+            "deepcompile": cfg.deepcompile,
+            "use_ds_universal_ckpt": cfg.use_ds_universal_ckpt,
+            "zpg": cfg.zpg > 1,
+        }
+        for flag in (flag for flag, asked in refused.items() if asked):
+            value = show_value(getattr(cfg, flag))
+            problem = f"ranks that share layers don't work with --{flag} {value}"
+            yield Violation("ds_tensor_parallel_size", problem, f"use 1, or leave --{flag} out")
     if cfg.zpg > 1 and cfg.zero_stage != 3:
         yield Violation("zpg", f"belongs to ZeRO-3, but --zero_stage is {cfg.zero_stage}", "use --zero_stage 3")
     muon = next((flag for flag in ("optim", "critic_optim") if flag_value(cfg, flag) == "muon"), None)
@@ -223,13 +233,13 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
 
 
 def _check_heads(cfg: DeepSpeedOptions) -> Iterator[Violation]:
-    size = cfg.ring_attn_size
     paths = (flag_value(cfg, f) for f in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain"))
     for path in dict.fromkeys(path for path in paths if path):
         heads = heads_of_folder(path)
-        if heads is not None and size > 1 and size not in fitting_sizes(*heads):
-            sizes = ", ".join(map(str, fitting_sizes(*heads)))
-            yield Violation("ring_attn_size", f"{path} {describe_heads(*heads, size)}", f"use one of {sizes}")
+        for flag in ("ring_attn_size", "ds_tensor_parallel_size") if heads else ():
+            size, sizes = getattr(cfg, flag), fitting_sizes(*heads, shared=flag == "ring_attn_size")
+            if size > 1 and size not in sizes:
+                yield Violation(flag, f"{path} {describe_heads(*heads, size)}", f"use one of {show_value(sizes)}")
 
 
 def _check_data(cfg: DataOptions) -> Iterator[Violation]:

@@ -27,11 +27,6 @@ NOT_YET: dict[str, NotYet] = {
         "exchange all heads at once",
         "leave it out",
     ),
-    "ds_tensor_parallel_size": NotYet(
-        lambda cfg: cfg.ds_tensor_parallel_size > 1,
-        "tensor parallel training is not available",
-        "use 1, with --zero_stage 3 for large models",
-    ),
     "deepcompile": NotYet(lambda cfg: cfg.deepcompile, "DeepCompile is not available", "leave it out"),
     "vllm_sync_with_ray": NotYet(
         lambda cfg: cfg.vllm_sync_with_ray,

@@ -1,9 +1,9 @@
-"""Parameters that ZeRO-3 has spread over ranks: their real shape, and how to have them whole for a while."""
+"""Parameters that ZeRO-3 or AutoTP has spread over ranks: their real shape, and how to have them whole for a while."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +26,8 @@ def effective_zero_stage(zero_stage: int, keep: bool = False) -> int:
 
 def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """Shape of a parameter before it was partitioned."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+    divided = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None)
+    return tuple(divided["logical_shape"] if divided else getattr(parameter, "ds_shape", parameter.shape))
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -34,13 +35,31 @@ def is_partitioned(parameter: Tensor) -> bool:
     return hasattr(parameter, "ds_id")
 
 
-def whole(parameters: Iterable[Tensor], write: bool = False) -> Any:
+def is_divided(parameter: Tensor) -> bool:
+    """Whether tensor parallelism has left each rank a part of this parameter."""
+    return getattr(parameter, "ds_is_replaced_module", False)
+
+
+@contextlib.contextmanager
+def whole(parameters: Iterable[Tensor], write: bool = False) -> Iterator[None]:
     """A context in which the parameters are whole on every rank (collective where they are partitioned).
 
     Args:
-        write: what rank 0 changes inside is spread to all ranks at the end.
+        write: what rank 0 changes inside is spread to all ranks at the end; not of divided parameters.
     """
-    spread = list({id(p): p for p in parameters if is_partitioned(p)}.values())
+    distinct = list({id(p): p for p in parameters}.values())
+    with _without_zero3([p for p in distinct if is_partitioned(p)], write):
+        parts: list[tuple[Any, Tensor]] = [(p, p.data) for p in distinct if is_divided(p)]
+        for parameter, _ in parts:
+            parameter.gather_params([parameter])
+        try:
+            yield
+        finally:
+            for parameter, part in parts:
+                parameter.data = part
+
+
+def _without_zero3(spread: list[Tensor], write: bool) -> Any:
     if not spread:
         return contextlib.nullcontext()
     import deepspeed

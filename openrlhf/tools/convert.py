@@ -76,7 +76,11 @@ def find_checkpoint(ckpt_path: str, tag: str | None) -> tuple[Path, str]:
             f"{ckpt_path} has no file `latest`, so it is no folder of checkpoints (checkpoints in it: "
             f"{', '.join(checkpoint_tags(root)) or 'none'}); give the --ckpt_path of the run, or name one with --tag"
         )
-    read_meta(root, tag)
+    if read_meta(root, tag).get("tensor_parallel_size", 1) > 1:
+        raise ToolError(
+            f"{root / tag} was written with --ds_tensor_parallel_size, whose parts can't be converted; resume the run "
+            "with --save_hf_ckpt, which writes whole models"
+        )
     return root, tag
 
 

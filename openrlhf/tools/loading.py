@@ -47,6 +47,7 @@ class EngineSettings(LoadSettings):
     grad_accum_dtype: str | None = None
     max_norm: float = 1.0
     ring_attn_size: int = 1
+    ds_tensor_parallel_size: int = 1
     use_ds_universal_ckpt: bool = False
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from openrlhf.algorithms.losses import pairwise_logexp_loss, pairwise_sigmoid_loss
 from openrlhf.algorithms.metrics import MetricSum
@@ -39,6 +40,11 @@ class TrainedRewardModel(nn.Module):
     def hf_model(self) -> nn.Module:
         """The wrapped transformers (or peft) model."""
         return self.reward.hf_model
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Of the wrapped model; DeepSpeed looks for it here."""
+        return self.reward.config
 
     def forward(self, batch: MicroBatch) -> ScoreOutputs:
         """Scores ``[S]`` and the router loss."""

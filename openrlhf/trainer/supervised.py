@@ -26,6 +26,7 @@ from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.deepspeed_engine import NonFiniteError, OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import DistributedError, World, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
+from openrlhf.workers.tensor_parallel import LayerSplitError
 
 logger = get_logger(__name__)
 
@@ -37,6 +38,7 @@ EXPLAINED = (
     DistributedError,
     ModelLoadError,
     NonFiniteError,
+    LayerSplitError,
     PackingError,
 )
 """Failures whose message says what to do; anything else ends with a traceback."""

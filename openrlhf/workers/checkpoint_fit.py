@@ -20,7 +20,8 @@ class Setup:
     Attributes:
         zero_stage: the ZeRO stage that runs.
         asked_stage: ``--zero_stage``.
-        trained: shape of each trained weight by name.
+        trained: shape of each trained weight by name; of one that ranks share, this rank's part.
+        tensor_parallel_size: ranks that share each layer.
     """
 
     world_size: int
@@ -28,6 +29,7 @@ class Setup:
     asked_stage: int
     param_dtype: str
     trained: Shapes
+    tensor_parallel_size: int = 1
 
 
 def check_fit(root: str | Path, tag: str, run: Setup, universal: bool) -> None:
@@ -59,6 +61,8 @@ def _other_partitions(root: str | Path, tag: str, run: Setup) -> list[str]:
         wrong.append(f"it has the partitions of several ranks' ZeRO-{saved['zero_stage']} ({convert})")
     elif saved["zero_stage"] != run.zero_stage:
         wrong.append(f"--zero_stage was {saved['zero_stage']}, is {run.asked_stage}")
+    if saved.get("tensor_parallel_size", 1) != run.tensor_parallel_size:
+        wrong.append(f"--ds_tensor_parallel_size was {saved.get('tensor_parallel_size', 1)}")
     return wrong
 
 

@@ -22,6 +22,7 @@ class DeepSpeedOptions(Protocol):
     max_norm: float
     seed: int
     ring_attn_size: int
+    ds_tensor_parallel_size: int
 
 
 def deepspeed_config(opts: DeepSpeedOptions, stage: int, *, training: bool, param_offload: bool) -> dict[str, Any]:

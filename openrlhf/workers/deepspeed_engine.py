@@ -18,7 +18,7 @@ from openrlhf.models.export import ExportedWeight, exported_weights
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
-from openrlhf.models.partition import effective_zero_stage, full_shape, whole
+from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
@@ -30,12 +30,13 @@ from openrlhf.workers.deepspeed_config import (
     on_gpu,
     tame_deepspeed,
 )
-from openrlhf.workers.distributed import all_reduce_sum, barrier
+from openrlhf.workers.distributed import any_rank, barrier, raise_together
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
 from openrlhf.workers.muon import MuonWithAdamW
-from openrlhf.workers.offload import offload_engine
+from openrlhf.workers.offload import drop_gradients, offload_engine
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
+from openrlhf.workers.tensor_parallel import accept_batches, divide_frozen, gradient_norm, tensor_parallel_config
 
 logger = get_logger(__name__)
 
@@ -109,7 +110,7 @@ class TrainEngine:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         self.training = optimizer is not None
         self.param_offload = param_offload
-        self.data_copies = opts.ring_attn_size
+        self.data_copies = opts.ring_attn_size * opts.ds_tensor_parallel_size
         share_sequences(model, opts.ring_attn_size)
         self.step_count = 0
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
@@ -122,6 +123,7 @@ class TrainEngine:
         if self.training and self._stage != opts.zero_stage:
             logger.info("one rank has nothing to partition: --zero_stage %d runs as %d", opts.zero_stage, self._stage)
         config = deepspeed_config(opts, self._stage, training=self.training, param_offload=param_offload)
+        config |= tensor_parallel_config(opts.ds_tensor_parallel_size, model, self.training)
         self._engine: Any = None
         if optimizer is not None:
             built = build_optimizer(model, optimizer, offloads_adam(opts))
@@ -135,6 +137,9 @@ class TrainEngine:
                 self._engine.compile()
         elif self._stage == 3:
             self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        else:
+            divide_frozen(model, config)
+        accept_batches(self._engine)
         self.module: nn.Module = self._engine.module if self._engine is not None else model
         if not self.training:
             self.module.requires_grad_(False).eval()
@@ -223,21 +228,8 @@ class TrainEngine:
             raise RuntimeError("gradients can't be dropped on one rank alone")
         self._pending, self._finite = 0, None
         self._engine.zero_grad()
-        optimizer = self._engine.optimizer
-        if not hasattr(optimizer, "averaged_gradients"):
-            return
-        # As DeepSpeed does after an overflow, and with the marks of a backward pass under way taken back.
-        optimizer.zero_grad(set_to_none=True)
-        for index in optimizer.averaged_gradients.keys() | optimizer.all_grad_tensors.keys():
-            optimizer.averaged_gradients[index] = optimizer.all_grad_tensors[index] = None
-        optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear()
-        optimizer._release_preflattened_grad_buffers()
-        optimizer.micro_step_id = -1
-        optimizer.ready_for_gradients = False
-        optimizer.clear_backward_seen_flag()
-        optimizer._backward_active_depth = optimizer._remaining_grad_acc_hooks = 0
+        if hasattr(self._engine.optimizer, "averaged_gradients"):
+            drop_gradients(self._engine.optimizer)
 
     def step(self) -> StepStats:
         """Clip the gradient and update the weights.
@@ -252,14 +244,14 @@ class TrainEngine:
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
         finite = self._finite is None or bool(self._finite)
         self._finite = None
-        own_norm = self._plain_gradient_norm() if self._is_plain else None
+        own_norm = gradient_norm(self.module.parameters(), self.data_parallel_size) if self._is_plain else None
         if own_norm is not None and not math.isfinite(own_norm):
             self._engine.zero_grad()
             self._refuse(finite, own_norm)
         self._engine.step()
         norm = own_norm if own_norm is not None else float(self._engine.get_global_grad_norm())
         skipped = not self._engine.was_step_applied()
-        if self.opts.param_dtype == "fp16" and finite_everywhere(finite):
+        if self.opts.param_dtype == "fp16" and not any_rank(not finite):
             norm = norm if math.isfinite(norm) else math.inf
         elif skipped or not math.isfinite(norm):
             self._refuse(finite, norm)
@@ -273,14 +265,8 @@ class TrainEngine:
         """ZeRO off and fp32: the optimizer is torch's own, which neither measures nor checks gradients."""
         return self.opts.zero_stage == 0 and self.opts.param_dtype == "fp32"
 
-    def _plain_gradient_norm(self) -> float:
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if not grads:
-            return 0.0
-        return float(torch.stack([g.detach().double().norm() for g in grads]).norm())
-
     def _refuse(self, finite: bool, norm: float) -> None:
-        everywhere = finite_everywhere(finite)
+        everywhere = not any_rank(not finite)
         what = f"the gradient norm is {norm}" if everywhere else "a loss is NaN or infinite"
         raise NonFiniteError(
             f"optimizer step {self.step_count + 1}: {what}; the step was not applied and the weights are as after step "
@@ -360,7 +346,7 @@ class TrainEngine:
                 write_hf_folder(self.hf_model, state, folder, tokenizer, config_updates)
             except (OSError, ValueError, RuntimeError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        _raise_together(problem, f"saving the model to {folder}")
+        raise_together(problem, f"saving the model to {folder}")
 
     def _saved_state(self, keep: bool) -> dict[str, Tensor]:
         """Full tensors on the CPU by name; empty where ``keep`` is false (the gathering is collective)."""
@@ -431,7 +417,7 @@ class TrainEngine:
                     files.rotate_checkpoints(root, max_num, max_mem_gib)
             except OSError as error:
                 problem = f"{type(error).__name__}: {error}"
-        _raise_together(problem, f"finishing checkpoint {root / tag}")
+        raise_together(problem, f"finishing checkpoint {root / tag}")
 
     def _meta(self) -> dict[str, Any]:
         return {
@@ -439,6 +425,7 @@ class TrainEngine:
             "zero_stage": self._stage,
             "param_dtype": self.opts.param_dtype,
             "step": self.step_count,
+            "tensor_parallel_size": self.opts.ds_tensor_parallel_size,
         }
 
     def load_checkpoint(self, root: str | Path, tag: str | None = None) -> dict[str, Any]:
@@ -455,8 +442,12 @@ class TrainEngine:
         tag = tag or files.latest_tag(root, name)
         if tag is None:
             raise files.CheckpointError(f"{root} has no file {name!r}: there is no checkpoint to resume from")
-        trained = {n: full_shape(p) for n, p in self.module.named_parameters() if p.requires_grad}
-        setup = Setup(dist.get_world_size(), self._stage, self.opts.zero_stage, self.opts.param_dtype, trained)
+        # of layers that ranks share, the part: so it is in the checkpoint
+        trained = {
+            n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.module.named_parameters() if p.requires_grad
+        }
+        opts, world = self.opts, dist.get_world_size()
+        setup = Setup(world, self._stage, opts.zero_stage, opts.param_dtype, trained, opts.ds_tensor_parallel_size)
         check_fit(root, tag, setup, self._universal)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
         damaged = f"checkpoint {Path(root) / tag} is damaged or not complete, resume from another"
@@ -536,17 +527,3 @@ class TrainEngine:
         elif self.training and not self.opts.adam_offload:
             self._engine.reload_states(non_blocking=True)
         platform.synchronize()
-
-
-def finite_everywhere(flag: bool) -> bool:
-    """Whether the flag is true on every rank."""
-    return all_reduce_sum([0.0 if flag else 1.0])[0] == 0.0
-
-
-def _raise_together(problem: str, what: str) -> None:
-    """Let every rank fail when rank 0 did, instead of waiting for it."""
-    box = [problem]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    if box[0]:
-        raise RuntimeError(f"{what} failed: {box[0]}")

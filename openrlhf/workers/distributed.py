@@ -126,3 +126,14 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=_comm_device())
     return box[0]
+
+
+def raise_together(problem: str, what: str) -> None:
+    """Let every rank fail when rank 0 did, instead of waiting for it.
+
+    Raises:
+        RuntimeError: rank 0 has a problem.
+    """
+    told = broadcast_object(problem)
+    if told:
+        raise RuntimeError(f"{what} failed: {told}")

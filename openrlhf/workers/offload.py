@@ -36,3 +36,18 @@ def _any_optimizer(zero: Any) -> Iterator[None]:
         yield
     finally:
         fused_adam.FusedAdam = original
+
+
+def drop_gradients(optimizer: Any) -> None:
+    """Empty a ZeRO-1 or ZeRO-2 optimizer as after an overflow, and take back the marks of a pass under way."""
+    optimizer.zero_grad(set_to_none=True)
+    for index in optimizer.averaged_gradients.keys() | optimizer.all_grad_tensors.keys():
+        optimizer.averaged_gradients[index] = optimizer.all_grad_tensors[index] = None
+    optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.clear()
+    optimizer._release_preflattened_grad_buffers()
+    optimizer.micro_step_id = -1
+    optimizer.ready_for_gradients = False
+    optimizer.clear_backward_seen_flag()
+    optimizer._backward_active_depth = optimizer._remaining_grad_acc_hooks = 0

@@ -578,8 +578,17 @@ class TestOthers:
         assert "--lora_rank" in violations(PPO, "--load_in_4bit")["load_in_4bit"]
         found = violations("train_sft", "--load_in_4bit", "--lora_rank", "4", "--use_ds_universal_ckpt")
         assert "universal" in found["load_in_4bit"]
-        found = violations("train_sft", "--ds_tensor_parallel_size", "2", "--param_dtype", "fp32")
-        assert "ds_tensor_parallel_size" in found
+
+    def test_what_ranks_that_share_layers_cannot_do(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        flags = ["--ds_tensor_parallel_size", "2"]
+        assert not violations("train_sft", *flags)
+        for more in ("--param_dtype fp16", "--lora_rank 4", "--optim muon", "--deepcompile", "--use_ds_universal_ckpt"):
+            found = violations("train_sft", *flags, *more.split())
+            assert more.split()[0] in found["ds_tensor_parallel_size"], more
+        (tmp_path / "config.json").write_text('{"num_attention_heads": 12, "num_key_value_heads": 1}')
+        found = violations(PPO, "--critic_pretrain", str(tmp_path), *flags)
+        assert "12 attention heads and 1 key-value heads" in found["ds_tensor_parallel_size"]
 
     def test_missing_packages(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import importlib.util

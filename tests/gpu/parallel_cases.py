@@ -21,7 +21,8 @@ from openrlhf.workers.distributed import init_distributed, shutdown  # noqa: E40
 
 ITEMS = sequences((700, 33, 1, 512, 260))
 STAGES = (0, 2, 3)
-SHARED = {"sequence": {"ring_attn_size": 2}}
+SHARED = {"sequence": {"ring_attn_size": 2}, "tensor": {"ds_tensor_parallel_size": 2}}
+"""Layers last: DeepSpeed remembers for all later engines that ranks share them."""
 
 
 def figures(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Two GPUs that share sequences train as one does, in bf16."""
+"""Two GPUs that share sequences or layers train as one does, in bf16."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("name", ["sequence"])
+@pytest.mark.parametrize("name", ["sequence", "tensor"])
 def test_two_gpus_train_as_one(results: dict[str, Any], name: str, stage: int) -> None:
     one, two = results[f"alone {stage}"], results[f"{name} {stage}"]
     difference = np.abs(np.subtract(one["logprobs"], two["logprobs"]))

@@ -38,6 +38,7 @@ def options(**changes: Any) -> Any:
         "use_ds_universal_ckpt": False,
         "deepcompile": False,
         "ring_attn_size": 1,
+        "ds_tensor_parallel_size": 1,
     }
     return SimpleNamespace(**{**values, **changes})
 

@@ -31,6 +31,7 @@ from objective_reference import (  # noqa: E402
     value_step,
 )
 from sequence_cases import sequence_grid  # noqa: E402
+from tensor_cases import tensor_grid  # noqa: E402
 
 from openrlhf.algorithms.metrics import MetricSum  # noqa: E402
 from openrlhf.config import PPOConfig  # noqa: E402
@@ -89,7 +90,12 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "divided dynamic": {**_dynamic(35), "ring_attn_size": 2},
 }
 """Two ranks share each packed row (sequence parallelism); the limit of tokens is one rank's."""
-MOVED = ("padded 3", "packed 2", "dynamic 70", "divided dynamic")
+SPLIT: dict[str, dict[str, Any]] = {
+    "split padded 2": {**_padded(2), "ds_tensor_parallel_size": 2},
+    "split packed 3": {**_packed(3), "ds_tensor_parallel_size": 2},
+}
+"""Two ranks share each layer (tensor parallelism)."""
+MOVED = ("padded 3", "packed 2", "dynamic 70", "divided dynamic", "split packed 3")
 """Layouts in which the weights are followed over the steps, too; elsewhere the learning rate is 0."""
 
 OBJECTIVES: dict[str, dict[str, dict[str, Any]]] = {
@@ -246,18 +252,23 @@ class Grid:
         """All objectives without ZeRO; a stage knows nothing of them, and gets the richest."""
         return list(self.objectives)[: None if stage == 0 else 1]
 
-    def run(self) -> dict[str, Any]:
-        results: dict[str, Any] = {
-            "reference": {name: self.reference(name, 0.0)[0] for name in self.objectives},
-        }
+    def references(self) -> dict[str, Any]:
         moving = self.judged(3)[0]
         start = {n: p.detach().clone() for n, p in self.role.load(self.plain_cfg).double().named_parameters()}
-        results["moved reference"], model = self.reference(moving, 0.05)
-        end = dict(model.named_parameters())
-        path = max(float((end[n] - p).abs().max()) for n, p in start.items())
+        moved, model = self.reference(moving, 0.05)
+        self.end = dict(model.named_parameters())
+        self.path = max(float((self.end[n] - p).abs().max()) for n, p in start.items())
+        return {
+            "reference": {name: self.reference(name, 0.0)[0] for name in self.objectives},
+            "moved reference": moved,
+        }
+
+    def run(self, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        moving = self.judged(3)[0]
         for stage in STAGES:
             workers: dict[tuple[bool, str, int], Any] = {}
-            for name, changes in {**LAYOUTS, **(DIVIDED if self.ranks == 2 else {})}.items():
+            for name, changes in layouts.items():
                 cfg = replace(self.cfg, zero_stage=stage, **changes)
                 kind = (cfg.packing_samples, cfg.attn_implementation, cfg.ring_attn_size)
                 worker = workers.get(kind) or workers.setdefault(kind, self.worker(cfg, 0.0))
@@ -270,10 +281,10 @@ class Grid:
                     worker = self.worker(cfg, 0.05)
                     moved = self.train(worker, replace(cfg, **self.objectives[moving]))
                     weights = [pair for bucket in worker.engine.gathered_parameters() for pair in bucket]
-                    gap = max(float((tensor - end[n]).abs().max()) for n, tensor in weights)
+                    gap = max(float((tensor - self.end[n]).abs().max()) for n, tensor in weights)
                     results[f"zero{stage} {name} moved"] = {
                         "steps": moved,
-                        "weights": gap / path,
+                        "weights": gap / self.path,
                         "count": len(weights),
                     }
         return results
@@ -286,14 +297,20 @@ def main() -> None:
     own.mkdir()
     model = str(folder / f"model_{ranks}")
     if rank == 0:
-        make_tiny_model(model, "qwen2", hidden=32)
+        make_tiny_model(model, "qwen2", hidden=32, heads=4, kv_heads=2)
     dist.barrier()
     flags = {"temperature": 0.8, "use_kl_loss": True, "kl_estimator": "k2"}
-    results = {}
+    results: dict[str, Any] = {}
+    grids = {}
     for name, estimator in (("policy", "reinforce"), ("value", "gae")):
         cfg = ppo_config(own, model, advantage_estimator=estimator, **flags)
-        results[name] = Grid(name, cfg, rank, ranks).run()
+        grids[name] = Grid(name, cfg, rank, ranks)
+        results[name] = grids[name].references() | grids[name].run(LAYOUTS | (DIVIDED if ranks == 2 else {}))
     results |= {"estimators": estimator_grid(own, model)} if ranks == 1 else {"divided": sequence_grid(folder)}
+    if ranks == 2:  # last: DeepSpeed remembers for all later engines that ranks share layers
+        for name, grid in grids.items():
+            results[name] |= grid.run(SPLIT)
+        results["split"] = tensor_grid(folder)
     if rank == 0:
         (folder / f"layouts_{ranks}.json").write_text(json.dumps(results))
     shutdown()

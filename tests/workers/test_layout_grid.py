@@ -1,6 +1,6 @@
 """The layout never changes the answer: padded, packed and dynamic batches on one and two ranks, ZeRO 0, 2 and 3.
 
-On two ranks also with sequence parallelism.
+On two ranks also with sequence and with tensor parallelism.
 
 And every advantage estimator goes through the real optimizer step, with the KL penalty in each of its places.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from estimator_cases import PLACES
-from layout_cases import DIVIDED, LAYOUTS, MOVED, OBJECTIVES, STAGES
+from layout_cases import DIVIDED, LAYOUTS, MOVED, OBJECTIVES, SPLIT, STAGES
 from rank_processes import run_ranks
 from sequence_cases import BATCHES, CASES
 
@@ -41,7 +41,7 @@ def check_steps(got: list[dict[str, float]], expected: list[dict[str, float]], r
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [*itertools.product(LAYOUTS, (1, 2)), *((layout, 2) for layout in DIVIDED)]
+    ("layout", "ranks"), [*itertools.product(LAYOUTS, (1, 2)), *((layout, 2) for layout in DIVIDED | SPLIT)]
 )
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("role", OBJECTIVES)
@@ -78,6 +78,31 @@ def test_models_that_ranks_cannot_share(grids: dict[int, dict[str, Any]]) -> Non
     assert "2 ranks don't divide into groups of --ring_attn_size 4" in messages["ranks"]
     assert "--attn_implementation auto, but the model runs sdpa" in messages["attention"]
     assert "dynamic" in messages["rotary"] and "length of the whole row" in messages["rotary"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_share_layers(grids: dict[int, dict[str, Any]], stage: int) -> None:
+    """Norms of single heads, tied embeddings; checkpoints and exports hold whole weights."""
+    split = grids[2]["split"]
+    found = split["stages"][str(stage)]
+    for got, expected in zip(found["steps"], split["alone"], strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+    assert found["again"] == pytest.approx(found["steps"][2], rel=1e-6) and found["resumed"] < 1e-6
+    assert found["saved"] == 0 and found["shapes"]
+    if stage == 3:
+        assert split["partitioned while loaded"] == pytest.approx(split["alone"][0], rel=1e-5)
+
+
+def test_frozen_models_and_reward_models_share_layers(grids: dict[int, dict[str, Any]]) -> None:
+    split = grids[2]["split"]
+    assert split["frozen"] < 1e-5 and split["scores"] < 1e-5
+
+
+def test_models_whose_layers_ranks_cannot_share(grids: dict[int, dict[str, Any]]) -> None:
+    messages = grids[2]["split"]["refusals"]
+    assert "has 4 attention heads and 1 key-value heads" in messages["heads"]
+    assert "layers of gpt2 has none" in messages["plan"] and "--zero_stage 3" in messages["plan"]
+    assert "--ds_tensor_parallel_size was 4" in messages["checkpoint"]
 
 
 @pytest.mark.parametrize("place", PLACES)
