@@ -50,7 +50,7 @@ from openrlhf.trainer.experience import (  # noqa: E402
 )
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers.distributed import all_reduce_sum, init_distributed, shutdown  # noqa: E402
-from openrlhf.workers.messages import StepBatch  # noqa: E402
+from openrlhf.workers.messages import CUTS, StepBatch  # noqa: E402
 from openrlhf.workers.model_worker import CriticWorker, PolicyWorker  # noqa: E402
 from openrlhf.workers.objectives import PolicyObjective, ValueObjective  # noqa: E402
 
@@ -234,6 +234,7 @@ class Grid:
             dist.all_gather_object(parts, worker.train([step]))
             values = MetricSum.merged(parts[::copies]).values()
             del values[f"{worker.prefix}_lr"]
+            assert values.pop(CUTS) == 0
             values["grad_norm"] = values.pop(f"{worker.prefix}_grad_norm")
             rows.append({"loss": all_reduce_sum([worker.loss])[0] / copies, **values})
         return rows

@@ -72,7 +72,7 @@ def _resumed(path: str, folder: Path, stage: int) -> dict[str, Any]:
 def _alone(path: str) -> list[list[float]]:
     """Three steps of the model on one rank, with plain torch."""
     model = PolicyModel(load_causal_lm(path, options())).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=OptimizerSpec.betas, weight_decay=0.0)
     rows = []
     for _ in range(3):
         loss = -model(BATCH).logprobs.sum() / BATCH.num_tokens
@@ -120,7 +120,7 @@ def tensor_grid(folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         make_tiny_model(path, "qwen3", heads=4, kv_heads=2, tie=True)
         make_tiny_model(paths["heads"], heads=4, kv_heads=1)
-        make_tiny_model(paths["plan"], "gpt2", n_embd=64, n_layer=2, n_head=4)
+        make_tiny_model(paths["plan"], "gpt2", kv_heads=2, n_embd=64, n_layer=2, n_head=4)
     dist.barrier()
     frozen = _engine(path, frozen=True)
     with torch.no_grad():
