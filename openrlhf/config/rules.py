@@ -236,10 +236,12 @@ def _check_heads(cfg: DeepSpeedOptions) -> Iterator[Violation]:
     paths = (flag_value(cfg, f) for f in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain"))
     for path in dict.fromkeys(path for path in paths if path):
         heads = heads_of_folder(path)
-        for flag in ("ring_attn_size", "ds_tensor_parallel_size") if heads else ():
+        if heads is None:
+            continue
+        for flag in ("ring_attn_size", "ds_tensor_parallel_size"):
             size, sizes = getattr(cfg, flag), fitting_sizes(*heads, shared=flag == "ring_attn_size")
             if size > 1 and size not in sizes:
-                yield Violation(flag, f"{path} {describe_heads(*heads, size)}", f"use one of {show_value(sizes)}")
+                yield Violation(flag, f"{path} {describe_heads(*heads, size)}", f"use one of {str(sizes)[1:-1]}")
 
 
 def _check_data(cfg: DataOptions) -> Iterator[Violation]:

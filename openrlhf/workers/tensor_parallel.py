@@ -41,7 +41,7 @@ def tensor_parallel_config(size: int, model: nn.Module, training: bool) -> dict[
     sizes = fitting_sizes(*heads, shared=False)
     if size not in sizes:
         what = describe_heads(*heads, size)
-        raise LayerSplitError(f"{flag}: the model ({config.model_type}) {what}; use one of {sizes}")
+        raise LayerSplitError(f"{flag}: the model ({config.model_type}) {what}; use one of {str(sizes)[1:-1]}")
     if is_vision_model(config):
         raise LayerSplitError(f"{flag}: the vision part of {config.model_type} can't be divided; use 1")
     plan = getattr(config, "base_model_tp_plan", None) or {}
