@@ -271,7 +271,7 @@ def test_faults_of_three_servers_lose_and_misplace_nothing(batch_size: int) -> N
         assert client.pop_metrics()["reward/failures"] == 0 and reward.retries >= 3
         assert all(len(server.bodies) > 2 for server in servers)
 
-    options = HTTPOptions(batch_size, timeout=0.5, first_wait=0.01, max_wait=0.02, jitter=0.0, max_tries=6)
+    options = HTTPOptions(batch_size, timeout=2.0, first_wait=0.01, max_wait=0.02, jitter=0.0, max_tries=6)
     with_servers([recovering(fault) for fault in (statuses(500), hang, short_list)], use, options)
 
 
@@ -283,7 +283,7 @@ def test_a_server_that_stays_faulty_beside_a_good_one_costs_no_sample(fault: Ans
             assert [r.reward for r in results] == [float(i) for i in range(count)]
         assert len(servers[0].bodies) <= 15 + 1  # its half of the first wave; later it has to prove itself
 
-    with_servers([fault, label_server], use, HTTPOptions(3, timeout=0.3, first_wait=0.1))
+    with_servers([fault, label_server], use, HTTPOptions(3, timeout=1.5, first_wait=0.1))
 
 
 def test_three_servers_that_stay_faulty_are_an_error_that_names_one() -> None:
@@ -292,7 +292,7 @@ def test_three_servers_that_stay_faulty_are_an_error_that_names_one() -> None:
             await reward.score(requests(4))
         assert all(server.bodies for server in servers)
 
-    with_servers([statuses(500), hang, short_list], use, HTTPOptions(4, timeout=0.3, first_wait=0.01, max_tries=2))
+    with_servers([statuses(500), hang, short_list], use, HTTPOptions(4, timeout=1.5, first_wait=0.01, max_tries=2))
 
 
 def test_a_server_that_hangs_leaves_the_connections_of_the_others() -> None:
