@@ -63,15 +63,14 @@ def card() -> str:
 def training_mfu(options: argparse.Namespace, model: Path, seconds: float) -> float:
     """Model FLOPs utilisation of the training phase: 6 x parameters + attention a token, nothing recomputed."""
     import torch
-    from training import PEAKS, step_flops
+    from training import peak_flops, step_flops
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
-    peak = next((value for name, value in PEAKS.items() if name in card()), float("nan"))
     flops = step_flops(shape, parameters, [PROMPT_TOKENS + NEW_TOKENS] * (PROMPTS * SAMPLES))
-    return flops / seconds / (peak * options.gpus)
+    return flops / seconds / (peak_flops(card()) * options.gpus)
 
 
 def summary(metrics: list[dict[str, float]]) -> dict[str, float]:

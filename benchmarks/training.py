@@ -29,6 +29,11 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 LEARNING_RATE = 1e-6
 
 
+def peak_flops(card: str) -> float:
+    """Dense bf16 FLOP/s of a card by its name; NaN if it is not known."""
+    return next((value for name, value in PEAKS.items() if name in card), float("nan"))
+
+
 def step_flops(shape: Any, parameters: int, lengths: list[int]) -> float:
     """Floating-point operations of a forward and backward pass over sequences of these lengths, nothing recomputed."""
     width = shape.num_attention_heads * getattr(shape, "head_dim", shape.hidden_size // shape.num_attention_heads)
@@ -104,7 +109,7 @@ def bare_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def facts(module: Any, work: Work, steps: list[float]) -> dict[str, Any]:
     """MFU and tokens/s of the fastest step after the first, and the memory peak."""
-    peak = next((value for name, value in PEAKS.items() if name in torch.cuda.get_device_name()), float("nan"))
+    peak = peak_flops(torch.cuda.get_device_name())
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
     seconds = min(steps[1:] or steps)
     flops = work.count * step_flops(module.config, parameters, work.lengths)

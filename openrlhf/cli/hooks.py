@@ -19,18 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("usage: openrlhf hooks check [flags of train_ppo_ray]", file=sys.stderr)
         return 2
     cfg = parse_cli("train_ppo_ray", words[1:])
-    from openrlhf.datasets.sources import DataError
-    from openrlhf.models.loading import ModelLoadError
-    from openrlhf.rollout.errors import RolloutError
     from openrlhf.tools.hooks_check import hooks_check
+    from openrlhf.tools.report import print_report
 
-    try:
-        report = hooks_check(cfg)
-    except (DataError, ModelLoadError, RolloutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report.text)
-    return 1 if report.failures else 0
+    return print_report(hooks_check, cfg)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and "=" not in words[0]:
         words.insert(0, "--task")
     cfg = parse_cli("reward", words)
-    from openrlhf.datasets.sources import DataError
-    from openrlhf.models.loading import ModelLoadError
-    from openrlhf.rollout.errors import RolloutError
+    from openrlhf.tools.report import print_report
     from openrlhf.tools.reward_test import reward_test
 
-    try:
-        report = reward_test(cfg)
-    except (DataError, ModelLoadError, RolloutError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(report.text)
-    return 1 if report.failures else 0
+    return print_report(reward_test, cfg)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,11 @@ def describe_heads(heads: int, key_value_heads: int, size: int) -> str:
     return f"has {heads} attention heads and {key_value_heads} key-value heads, which {size} ranks can't share equally"
 
 
+def heads_of(text: Any) -> tuple[int, int]:
+    """Attention and key-value heads of a transformers text configuration."""
+    return text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+
 def heads_of_folder(path: str) -> tuple[int, int] | None:
     """Attention and key-value heads as config.json of a local model says; None where it doesn't."""
     try:

@@ -8,10 +8,7 @@ from typing import Any
 from datasets import Dataset, Image, List
 
 from openrlhf.datasets.sources import DataError
-from openrlhf.utils.images import ImageError, image_sources
-
-TAG = "<image>"
-"""Stands for an image in the text of a data row and in an agent's feedback."""
+from openrlhf.utils.images import TAG, ImageError, image_sources
 
 
 def undecoded(rows: Dataset, column: str) -> Dataset:

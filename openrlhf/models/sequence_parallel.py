@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from openrlhf.config.heads import describe_heads, fitting_sizes
+from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of
 from openrlhf.models.attention import PACKED_ATTENTION, PackingError
 from openrlhf.models.vision import is_vision_model
 
@@ -118,7 +118,7 @@ def sequence_ranks(size: int, config: PretrainedConfig) -> SequenceRanks:
 
 def _check_model(config: PretrainedConfig, size: int) -> None:
     text = config.get_text_config()
-    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = heads_of(text)
     if size not in fitting_sizes(*heads):
         raise PackingError(
             f"--ring_attn_size {size}: the model ({config.model_type}) {describe_heads(*heads, size)}; "

@@ -8,7 +8,7 @@ from typing import Any
 
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.usercode import run_in_thread
-from openrlhf.utils.images import ImageError, image_sources, read_image
+from openrlhf.utils.images import TAG, ImageError, image_sources, read_image
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PromptImages:
             raise ImageError(f"the tokens have {len(placed)} places for {len(images)} images ({self.placeholder})")
         return result, placed
 
-    def with_placeholders(self, text: str, count: int, tag: str = "<image>") -> str:
+    def with_placeholders(self, text: str, count: int) -> str:
         """A text in which every tag is the model's placeholder; images that it does not mention come first."""
-        text = text.replace(tag, self.placeholder)
+        text = text.replace(TAG, self.placeholder)
         return self.placeholder * count + text if count and self.placeholder not in text else text

@@ -20,7 +20,7 @@ from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.hooks import BufferFilter
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams, Tokenizer
-from openrlhf.tools.reward_test import Report
+from openrlhf.tools.report import Report
 from openrlhf.trainer.prompt_stream import prompt_item
 from openrlhf.trainer.sampling import training_sampling
 

@@ -17,6 +17,7 @@ from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.dump import dump_files, read_rollout_dump
 from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards import RewardRequest, RewardResult, RewardSource, make_reward_source
+from openrlhf.tools.report import Report
 
 BATCH_SIZE, CONCURRENCY = 16, 16
 """As in training: samples of one call, and calls at the same time."""
@@ -37,14 +38,6 @@ class Scoring:
     results: list[RewardResult | RewardError]
     seconds: list[float] = field(default_factory=list)
     wall: float = 0.0
-
-
-@dataclass(frozen=True)
-class Report:
-    """A text for people, and the number of samples without a reward."""
-
-    text: str
-    failures: int
 
 
 def reward_test(cfg: RewardTestConfig) -> Report:

@@ -12,6 +12,8 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+TAG = "<image>"
+"""Stands for an image in the text of a data row and in an agent's feedback."""
 FETCH_SECONDS = 60.0
 _URLS = ("http://", "https://")
 

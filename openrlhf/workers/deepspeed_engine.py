@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
+from openrlhf.config.derive import data_copies
 from openrlhf.models.export import ExportedWeight, exported_weights
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences
@@ -110,7 +111,7 @@ class TrainEngine:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
         self.training = optimizer is not None
         self.param_offload = param_offload
-        self.data_copies = opts.ring_attn_size * opts.ds_tensor_parallel_size
+        self.data_copies = data_copies(opts)
         share_sequences(model, opts.ring_attn_size)
         self.step_count = 0
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU

@@ -13,7 +13,7 @@ import deepspeed
 import torch
 from torch import nn
 
-from openrlhf.config.heads import describe_heads, fitting_sizes
+from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of
 from openrlhf.models.loading import unwrap_hf
 from openrlhf.models.partition import is_divided
 from openrlhf.models.vision import is_vision_model
@@ -35,9 +35,8 @@ def tensor_parallel_config(size: int, model: nn.Module, training: bool) -> dict[
     from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 
     config = unwrap_hf(model.hf_model).config  # type: ignore[arg-type]
-    text = config.get_text_config()
     flag = f"--ds_tensor_parallel_size {size}"
-    heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = heads_of(config.get_text_config())
     sizes = fitting_sizes(*heads, shared=False)
     if size not in sizes:
         what = describe_heads(*heads, size)
