@@ -10,7 +10,6 @@ each warms up and is left out. 64 prompts of 128 tokens, 8 samples of 512 new to
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hybrid_step import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, REWARD, SAMPLES, card
+from hybrid_step import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, REWARD, SAMPLES, card, versions
 from make_model import SHAPES, make_model, make_prompts
 
 
@@ -81,13 +80,13 @@ def main() -> int:
     answer = options.work / f"alone_{time.time_ns()}.json"
     subprocess.run([sys.executable, __file__, *sys.argv[1:], "--alone", str(answer)], check=True)
     cases = {"alone": json.loads(answer.read_text()), "rollouts": rollouts(options, model, prompts, options.work)}
-    versions = {name: importlib.metadata.version(name) for name in ("vllm", "torch", "ray")}
+    stack = versions("vllm", "torch", "ray")
     means = {name: sum(seconds[1:]) / len(seconds[1:]) for name, seconds in cases.items()}
     if options.json:
-        report = {"card": card(), "size": options.size, "versions": versions, "seconds": cases, "means": means}
+        report = {"card": card(), "size": options.size, "versions": stack, "seconds": cases, "means": means}
         options.json.write_text(json.dumps(report, indent=1))
     tokens = PROMPTS * SAMPLES * NEW_TOKENS
-    print(f"\n{card()}, {options.size}, {versions}: {PROMPTS} x {SAMPLES} samples of {NEW_TOKENS} tokens")
+    print(f"\n{card()}, {options.size}, {stack}: {PROMPTS} x {SAMPLES} samples of {NEW_TOKENS} tokens")
     for name, seconds in cases.items():
         each = " ".join(f"{s:.2f}" for s in seconds[1:])
         print(f"  {name:<9} {means[name]:6.2f} s ({each})  {tokens / means[name]:8.0f} tokens/s")

@@ -1,40 +1,63 @@
 #!/usr/bin/env bash
 # Measures and tests on a machine with GPUs, side by side where a part takes one GPU, whatever fails.
 # Full logs are in $OUT (default /tmp/gpu_session); the end of each is printed when all are done.
-# Usage: benchmarks/gpu_session.sh PART GPU [PART GPU ...], for example: hybrid 0 tests 1
-#        GPU is an index, or several: 0,1
+# Usage: benchmarks/gpu_session.sh PART GPU [PART GPU ...] [then PART GPU ...], for example: hybrid 0 tests 1
+#        GPU is an index, or several: 0,1; a part is ended after $LIMIT seconds (default 500)
 set -u
 cd "$(dirname "$0")/.."
 export OUT=${OUT:-/tmp/gpu_session} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_ADDRESS=local HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 
+run() { timeout --kill-after=20 "${LIMIT:-500}" "$@"; }
+
+hybrid() { # hybrid WORK JSON FLAGS...: a short run of benchmarks/hybrid_step.py
+  run python3 benchmarks/hybrid_step.py --work "$1" --json "$OUT/$2.json" "${@:3}"
+}
+
 part() {
-  local work=/tmp/openrlhf_bench_$1
+  local work=/tmp/openrlhf_bench_${1%%:*} gpus offload=
+  gpus=$(tr ',' '\n' <<<"$2" | wc -l)
   case $1 in
-    hybrid) python3 benchmarks/hybrid_step.py --work "$work" --zero_stage 3 --steps 4 --json "$OUT/hybrid.json" ;;
-    hybrid_plain) # without gradient checkpointing
-      python3 benchmarks/hybrid_step.py --work "$work" --zero_stage 3 --steps 4 --no_checkpointing \
-        --json "$OUT/hybrid_plain.json" ;;
-    hybrid_7b) python3 benchmarks/hybrid_step.py --work "$work" --size 7b --gpus 4 --zero_stage 3 --steps 3 \
-      --json "$OUT/hybrid_7b.json" -- --check_weight_sync ;;
-    generation) python3 benchmarks/generation.py --work "$work" --json "$OUT/generation.json" ;;
-    training) python3 benchmarks/training.py --work "$work" --stages 2 --checkpointing on off --json "$OUT/training.json" ;;
-    logprobs) python3 benchmarks/logprobs.py ;;
-    parallel) bash tests/gpu/run.sh -q --timeout 200 tests/gpu/test_parallel_on_gpu.py ;;
-    tests) bash tests/gpu/run.sh -q -x --timeout 500 ;;
-    e2e) python3 -m pytest -q --timeout 500 tests/e2e/test_ppo_command.py ;;
+    hybrid) hybrid "$work" "$1" --zero_stage 3 --steps 4 ;;
+    hybrid_plain) hybrid "$work" "$1" --zero_stage 3 --steps 4 --no_checkpointing ;;
+    hybrid_half) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --gradient_checkpointing_every 2 ;;
+    hybrid_7b) # the optimizer of 7B fits onto two cards only if these are large
+      (($(nvidia-smi -i 0 --query-gpu=memory.total --format=csv,noheader,nounits) * gpus < 220000)) && offload=--adam_offload
+      hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --gpus "$gpus" --zero_stage 3 --steps 3 --prompts 32 \
+        -- --check_weight_sync $offload ;;
+    lora_7b) hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --zero_stage 2 --steps 3 --prompts 16 \
+      -- --check_weight_sync --lora_rank 16 --actor_learning_rate 1e-4 ;;
+    long_32k) hybrid "$work" "$1" --zero_stage 2 --steps 3 --prompts 4 --samples 2 --prompt_tokens 32000 \
+      --new_tokens 512 --max_tokens 32768 ;;
+    generation) run python3 benchmarks/generation.py --work "$work" --json "$OUT/generation.json" ;;
+    training) run python3 benchmarks/training.py --work "$work" --stages 2 --checkpointing on half off \
+      --json "$OUT/training.json" ;;
+    logprobs) run python3 benchmarks/logprobs.py ;;
+    weight_sync*) # weight_sync, weight_sync:CASE:CASE
+      run python3 benchmarks/weight_sync.py --work "$work" --gpus "$gpus" --json "$OUT/weight_sync.json" --check \
+        $(tr ':' ' ' <<<"${1#weight_sync}") ;;
+    parallel) run bash tests/gpu/run.sh -q --timeout 200 tests/gpu/test_parallel_on_gpu.py ;;
+    tests) run bash tests/gpu/run.sh -q --timeout 400 ;;
+    e2e) run python3 -m pytest -q --timeout 500 tests/e2e/test_ppo_command.py ;;
     placements*) # placements, placements:CASE:CASE
-      python3 benchmarks/placements.py --gpus "$(tr ',' '\n' <<<"$2" | wc -l)" --steps "${STEPS:-40}" \
-        --out /tmp/openrlhf_bench_placements $(tr ':' ' ' <<<"${1#placements}") ;;
+      run python3 benchmarks/placements.py --gpus "$gpus" --per_gpu "${PER_GPU:-1}" --steps "${STEPS:-40}" \
+        --out "$work" $(tr ':' ' ' <<<"${1#placements}") ;;
     *) echo "unknown part $1" ;;
   esac
 }
 
 names=() pids=()
-while (($# > 1)); do
-  (CUDA_VISIBLE_DEVICES=$2 part "$1" "$2" >"$OUT/$1.log" 2>&1; echo "$1: exit $? after $SECONDS s" >>"$OUT/$1.log") &
-  names+=("$1") pids+=($!)
+while (($#)); do
+  if [ "$1" = then ]; then
+    wait "${pids[@]}"
+    shift
+    continue
+  fi
+  name=${1%%:*}
+  (from=$SECONDS; CUDA_VISIBLE_DEVICES=$2 part "$1" "$2" >"$OUT/$name.log" 2>&1
+   echo "$name: exit $? after $((SECONDS - from)) s" >>"$OUT/$name.log") &
+  names+=("$name") pids+=($!)
   shift 2
 done
 wait "${pids[@]}"
@@ -44,6 +67,6 @@ for name in "${names[@]}"; do
 done
 # The logs of the processes of each run, their ends.
 for log in /tmp/openrlhf_bench_*/run_*/ckpt/run/logs/*.log /tmp/openrlhf_bench_*/*/run/logs/*.log; do
-  [ -f "$log" ] && tail -c 30000 "$log" >"$OUT/logs_$(tr '/' '_' <<<"${log#/tmp/openrlhf_bench_}")"
+  [ -f "$log" ] && (echo "== $log"; tail -c 20000 "$log") >>"$OUT/processes.log"
 done
 true

@@ -51,7 +51,7 @@ def command(folder: Path, steps: int, more: list[str]) -> list[str]:
     batch = PROMPTS * SAMPLES
     flags = f"""--pretrain {model} --prompt_data {folder}/prompts.jsonl --input_key input --label_key answer
         --remote_rm_url {folder}/reward.py --advantage_estimator group_norm --init_kl_coef 0
-        --actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_cpu_kvcache_gib 0.02 --colocate_all_models
+        --actor_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_kv_cache_gib 0.02 --colocate_all_models
         --enforce_eager --vllm_max_num_seqs 8 --n_samples_per_prompt {SAMPLES} --rollout_batch_size {PROMPTS}
         --train_batch_size {batch} --micro_train_batch_size {batch} --micro_rollout_batch_size {batch}
         --max_len 48 --max_new_tokens 12 --param_dtype fp32 --packing_samples --actor_learning_rate 1e-4

@@ -1,11 +1,12 @@
 """The demo's task in every placement of models and engines, each tensor of each weight sync compared.
 
-    python benchmarks/placements.py --gpus 2 [--out runs/placements] [--steps 40] [CASE ...]
+    python benchmarks/placements.py --gpus 2 [--per_gpu 4] [--out runs/placements] [--steps 40] [CASE ...]
 
 Each case is the demo's RL stage from the same supervised model, with --check_weight_sync: it ends with an error if one
-element of one tensor of an engine differs. Cases that take fewer GPUs than there are run side by side. Printed are the
-transport, the mean reward of the first and the last five steps, the held-out accuracy, the tensors that were compared,
-and the seconds from launch to the first step. Ends with status 1 if a case fails or does not learn.
+element of one tensor of an engine differs. Cases that take fewer GPUs than there are run side by side; the model is
+tiny, so with --per_gpu several share a GPU. A case "killed" is killed half way and resumed. Printed are the mean reward
+of the first and the last five steps, the held-out accuracy, the tensors that were compared, the seconds of a transfer,
+and those from launch to the first step. Ends with status 1 if a case fails or does not learn.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +30,11 @@ from async_training import prepare  # noqa: E402
 from run import rl_command  # noqa: E402
 
 SECONDS = 400
+SAVE_STEPS = 5
+ENGINE_MEMORY = 0.6
+"""Share of a GPU that the engines of all cases on it take."""
+CACHE_GIB = "2"
+"""The cache of an engine; were it measured, cases that share a GPU would count each other's memory."""
 ENDS = 5
 LEAST_GAIN = 0.08
 """By which the mean reward must rise from the first to the last five steps; the demo's own is 0.12."""
@@ -38,10 +45,11 @@ REFERENCE = "--init_kl_coef 1e-4 --ref_num_gpus_per_node 1"
 
 
 class Case(NamedTuple):
-    """GPUs that a placement takes, and the flags that ask for it."""
+    """GPUs that a placement takes, the flags that ask for it, and whether the run is killed and resumed."""
 
     gpus: int
     flags: str
+    killed: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -49,6 +57,7 @@ CASES: dict[str, Case] = {
     "together_critic_ref": Case(1, f"{TOGETHER} {CRITIC} {REFERENCE} --zero_stage 2"),
     "together_lora": Case(1, f"{TOGETHER} --zero_stage 2 --lora_rank 16 --actor_learning_rate 2e-3"),
     "together_offload": Case(1, f"{TOGETHER} --zero_stage 2 --adam_offload"),
+    "killed": Case(1, f"{TOGETHER} --zero_stage 2 --save_steps {SAVE_STEPS}", killed=True),
     "together_2_zero3": Case(2, f"{TOGETHER} --zero_stage 3 --actor_num_gpus_per_node 2 --vllm_num_engines 2"),
     "together_2_lora_zero3": Case(
         2,
@@ -58,6 +67,7 @@ CASES: dict[str, Case] = {
     "together_2_tp2": Case(
         2, f"{TOGETHER} --zero_stage 2 --actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
     ),
+    "together_2_zpg": Case(2, f"{TOGETHER} --zero_stage 3 --zpg 2 --actor_num_gpus_per_node 2 --vllm_num_engines 2"),
     "apart": Case(2, "--zero_stage 2"),
     "apart_zpg": Case(3, "--zero_stage 3 --zpg 2 --actor_num_gpus_per_node 2"),
     "async": Case(2, "--zero_stage 2 --async_train --enable_vllm_is_correction"),
@@ -71,8 +81,8 @@ CASES: dict[str, Case] = {
 }
 
 
-def command(folder: Path, name: str, steps: int, seed: int) -> list[str]:
-    """The demo's RL command in another placement, in bf16, with folders of its own."""
+def command(folder: Path, name: str, steps: int, seed: int, memory: float) -> list[str]:
+    """The demo's RL command in another placement, in bf16, with folders of its own and this share for its engines."""
     own, flags = folder / name, CASES[name].flags.split()
     line = rl_command(folder, seed)
     line.remove("--colocate_all_models")
@@ -86,29 +96,60 @@ def command(folder: Path, name: str, steps: int, seed: int) -> list[str]:
     for flag in ("--micro_train_batch_size", "--micro_rollout_batch_size"):
         line[line.index(flag) + 1] = "16"
     line[line.index("--param_dtype") + 1] = "bf16"
-    return [*line, *flags, "--check_weight_sync", "--max_steps", str(steps)]
+    line[line.index("--vllm_gpu_memory_utilization") + 1] = f"{memory:.3f}"
+    return [*line, *flags, "--vllm_kv_cache_gib", CACHE_GIB, "--check_weight_sync", "--max_steps", str(steps)]
 
 
-def run_case(folder: Path, name: str, steps: int, seed: int, devices: list[int]) -> dict[str, Any]:
-    """Run a case on these GPUs; its figures, or its error."""
-    own = folder / name
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir(parents=True)
+def train_records(folder: Path) -> list[dict[str, Any]]:
+    """The steps' metrics, of a step that was repeated the later ones."""
+    path = folder / "run/metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list({record["step"]: record for record in records if record["kind"] == "train"}.values())
+
+
+def run_command(line: list[str], own: Path, devices: list[int], kill_after: int | None = None) -> str | None:
+    """Run to the end, or until step ``kill_after`` and kill all its processes; what went wrong, or None."""
     visible = ",".join(map(str, devices))
     environment = {**os.environ, "RAY_ADDRESS": "local", "CUDA_VISIBLE_DEVICES": visible, "HF_HUB_OFFLINE": "1"}
+    deadline = time.monotonic() + SECONDS
+    with open(own / "out.log", "a") as log:
+        process = subprocess.Popen(line, stdout=log, stderr=log, env=environment, start_new_session=True)
+        while process.poll() is None:
+            if kill_after and len(train_records(own)) >= kill_after:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                return None
+            if time.monotonic() > deadline:
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+                return f"not done after {SECONDS} s"
+            time.sleep(0.2)
+    return (own / "out.log").read_text()[-1500:] if process.returncode or kill_after else None
+
+
+def run_case(folder: Path, name: str, options: argparse.Namespace, devices: list[int]) -> dict[str, Any]:
+    """Run a case on these GPUs; its figures, or its error."""
+    own, steps = folder / name, options.steps
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir(parents=True)
     started = time.time()
-    with open(own / "out.log", "w") as log:
-        try:
-            line = command(folder, name, steps, seed)
-            done = subprocess.run(line, stdout=log, stderr=log, env=environment, timeout=SECONDS, check=False)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done after {SECONDS} s"}
-    if done.returncode:
-        return {"error": (own / "out.log").read_text()[-1500:]}
-    records = [json.loads(line) for line in (own / "run/metrics.jsonl").read_text().splitlines()]
-    train = [record for record in records if record["kind"] == "train"]
+    line = command(folder, name, steps, options.seed, ENGINE_MEMORY / options.per_gpu)
+    resumed = {}
+    if CASES[name].killed:
+        if error := run_command(line, own, devices, kill_after=max(SAVE_STEPS + 1, steps // 2)):
+            return {"error": error}
+        resumed = {"killed_after": len(train_records(own))}
+        line.append("--load_checkpoint")
+    if error := run_command(line, own, devices):
+        return {"error": error}
+    train = train_records(own)
+    if [record["step"] for record in train] != list(range(1, steps + 1)):
+        return {"error": f"steps {[record['step'] for record in train]}"}
+    if resumed and "Resumed after step" not in (own / "out.log").read_text():
+        return {"error": "it began anew instead of resuming"}
     rewards = [record["reward"] for record in train]
     return {
+        **resumed,
         "first": sum(rewards[:ENDS]) / len(rewards[:ENDS]),
         "last": sum(rewards[-ENDS:]) / len(rewards[-ENDS:]),
         "tensors": sum(record["sync/compared_tensors"] for record in train),
@@ -119,28 +160,35 @@ def run_case(folder: Path, name: str, steps: int, seed: int, devices: list[int])
     }
 
 
-def run_cases(folder: Path, names: list[str], gpus: int, steps: int, seed: int) -> dict[str, dict[str, Any]]:
-    """All cases, as many at once as there are GPUs for."""
+def waves(names: list[str], gpus: int, per_gpu: int) -> list[list[tuple[str, list[int]]]]:
+    """Which cases run at the same time, and on which GPUs: those that take many first, each on the emptiest GPUs."""
+    planned: list[list[tuple[str, list[int]]]] = []
+    for name in sorted(names, key=lambda n: -CASES[n].gpus):
+        for wave in [*planned, []]:
+            taken = [sum(gpu in devices for _, devices in wave) for gpu in range(gpus)]
+            devices = sorted(sorted(range(gpus), key=lambda gpu: taken[gpu])[: CASES[name].gpus])
+            if all(taken[gpu] < per_gpu for gpu in devices):
+                break
+        if not wave:
+            planned.append(wave)
+        wave.append((name, devices))
+    return planned
+
+
+def run_cases(folder: Path, names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """All cases, as many at once as there is room for."""
     results: dict[str, dict[str, Any]] = {}
-    free, changed = list(range(gpus)), threading.Condition()
 
     def work(name: str, devices: list[int]) -> None:
-        result = run_case(folder, name, steps, seed, devices)
-        with changed:
-            results[name] = result
-            free.extend(devices)
-            changed.notify_all()
-        print(f"{name}: {json.dumps(result)}", flush=True)
+        results[name] = run_case(folder, name, options, devices)
+        print(f"{name}: {json.dumps(results[name])}", flush=True)
 
-    threads = []
-    for name in sorted(names, key=lambda n: -CASES[n].gpus):
-        with changed:
-            changed.wait_for(lambda needed=CASES[name].gpus: len(free) >= needed)  # type: ignore[misc]
-            devices = [free.pop(0) for _ in range(CASES[name].gpus)]
-        threads.append(threading.Thread(target=work, args=(name, devices)))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
+    for wave in waves(names, options.gpus, options.per_gpu):
+        threads = [threading.Thread(target=work, args=case) for case in wave]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return results
 
 
@@ -173,13 +221,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE", help="all that fit, if not given")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--per_gpu", type=int, default=1, help="cases that share a GPU at the same time")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/placements"))
     options = parser.parse_args()
     names = options.cases or [name for name, case in CASES.items() if case.gpus <= options.gpus]
     prepare(options.out, options.seed)
-    results = run_cases(options.out, names, options.gpus, options.steps, options.seed)
+    results = run_cases(options.out, names, options)
     return report(options.out, {name: results[name] for name in names}, options.steps >= 4 * ENDS)
 
 

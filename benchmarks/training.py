@@ -1,6 +1,6 @@
 """Seconds of a training step of one model on one GPU: bare, on DeepSpeed, and with the optimizer asleep in between.
 
-    python benchmarks/training.py --size 1.5b --stages 2 3 --checkpointing on off --json out.json
+    python benchmarks/training.py --size 1.5b --stages 2 3 --checkpointing on half off --json out.json
 
 Each case runs in a process of its own. "bare" is the model's forward and backward pass alone, with the same kernels and
 no DeepSpeed: what the training step is compared with. After each step every weight is compared with what it was: Adam
@@ -78,7 +78,9 @@ def configuration(folder: Path, stage: int, checkpointing: str, more: list[str])
     argv = f"--pretrain {folder} --prompt_data {folder.parent / 'prompts.jsonl'} --remote_rm_url http://localhost:1"
     argv += " --input_key input --packing_samples --max_len 1024 --actor_num_gpus_per_node 1 --vllm_num_engines 1"
     argv += f" --zero_stage {stage} --param_dtype bf16 --colocate_all_models --deepspeed_enable_sleep"
-    argv += " --gradient_checkpointing" if checkpointing == "on" else ""
+    argv += {"on": " --gradient_checkpointing", "off": ""}.get(
+        checkpointing, " --gradient_checkpointing --gradient_checkpointing_every 2"
+    )
     return parse_cli("train_ppo_ray", [*argv.split(), *more])
 
 
@@ -188,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SHAPES, default="1.5b")
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 3])
-    parser.add_argument("--checkpointing", choices=("on", "off"), nargs="*", default=["on"])
+    parser.add_argument("--checkpointing", choices=("on", "half", "off"), nargs="*", default=["on"])
     parser.add_argument("--tokens", type=int, default=16_384, help="per micro-batch")
     parser.add_argument("--length", type=int, default=640, help="of each sequence")
     parser.add_argument("--micro_batches", type=int, default=8)

@@ -29,7 +29,7 @@ if [ "${SMALL:-0}" = 1 ]; then
   SMALL_SFT=(--param_dtype fp32 --zero_stage 1 --train_batch_size 16 --micro_train_batch_size 8 --max_len 16
     --learning_rate 1e-3 --max_samples 256 --input_template '{}')
   SMALL_PPO=(--param_dtype fp32 --actor_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --ref_num_gpus_per_node 1
-    --reward_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 --vllm_cpu_kvcache_gib 0.125
+    --reward_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 --vllm_kv_cache_gib 0.125
     --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 32 --micro_train_batch_size 8
     --micro_rollout_batch_size 8 --max_len 16 --max_new_tokens 4 --max_steps 2 --eval_steps -1 --save_steps -1
     --actor_learning_rate 1e-4 --input_template '{}')

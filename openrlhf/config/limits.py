@@ -65,7 +65,7 @@ LIMITS: dict[str, Limit] = {
     **dict.fromkeys(
         (
             "train_batch_size micro_train_batch_size max_epochs max_samples max_len logging_steps "
-            "max_ckpt_num zpg ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha "
+            "max_ckpt_num gradient_checkpointing_every zpg ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha "
             "muon_ns_steps actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
             "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node "
             "vllm_num_engines vllm_tensor_parallel_size vllm_max_num_seqs vllm_max_num_batched_tokens "
@@ -82,7 +82,7 @@ LIMITS: dict[str, Limit] = {
         (
             "learning_rate actor_learning_rate critic_learning_rate muon_lr critic_muon_lr adam_eps "
             "critic_adam_eps temperature max_ckpt_mem kl_target kl_horizon value_clip beta start_timeout "
-            "rollout_timeout vllm_cpu_kvcache_gib dump_max_gib overlong_buffer_len repetition_penalty"
+            "rollout_timeout vllm_kv_cache_gib dump_max_gib overlong_buffer_len repetition_penalty"
         ).split(),
         POSITIVE,
     ),

@@ -66,6 +66,12 @@ class ModelOptions(LoadOptions):
         "model.gradient_checkpointing_enable",
         "actor.gradient_checkpointing_enable",
     )
+    gradient_checkpointing_every: int = flag(
+        1,
+        "recompute every n-th layer only: with 2 half of the layers keep their activations, for more speed while memory "
+        "lasts",
+        since="new",
+    )
     gradient_checkpointing_use_reentrant: bool = flag(
         False,
         "use PyTorch's re-entrant activation checkpointing",

@@ -68,7 +68,12 @@ class EngineOptions(OptionGroup):
     vllm_max_num_batched_tokens: int | None = flag(
         None, "tokens of one engine step; vLLM's choice if not given", since="new"
     )
-    vllm_cpu_kvcache_gib: float = flag(1.0, "GiB of an engine's cache on machines without a GPU", since="new")
+    vllm_kv_cache_gib: float | None = flag(
+        None,
+        "GiB of an engine's KV cache on each of its GPUs, instead of all that vLLM finds free within "
+        "--vllm_gpu_memory_utilization while it starts, so that several runs can share a GPU; on a CPU 1 if not given",
+        since="new",
+    )
     check_weight_sync: bool = flag(
         False, "compare every tensor of every engine with the policy after each weight sync", since="new"
     )

@@ -195,6 +195,9 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
         yield Violation("experts_implementation", problem, "pip install kernels, or use grouped_mm")
     if cfg.use_ms and importlib.util.find_spec("modelscope") is None:
         yield Violation("use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope")
+    if isinstance(cfg, ModelOptions) and cfg.gradient_checkpointing_every > 1 and not cfg.gradient_checkpointing:
+        problem = "says which layers are recomputed, but --gradient_checkpointing is off"
+        yield Violation("gradient_checkpointing_every", problem, "add --gradient_checkpointing")
     if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:
         yield Violation("use_liger_kernel", "has no kernels for reward models", "leave it out")
     elif flag_value(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:

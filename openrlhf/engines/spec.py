@@ -9,6 +9,8 @@ from openrlhf.config import PPOConfig
 from openrlhf.engines.images import IMAGES_VARIABLE
 
 ENGINE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+CPU_CACHE_GIB = 1.0
+"""vLLM would take a share of the machine's memory."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class EngineSpec:
     seed: int
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
-    cpu_kvcache_gib: float
+    kv_cache_bytes: int | None
     full_determinism: bool
     max_images: int
     log_file: str
@@ -51,6 +53,9 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         environment["TORCH_COMPILE_DISABLE"] = "1"
         # Ray gives an actor that books less than a core one thread.
         environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // cfg.vllm_num_engines))
+    cache_gib = cfg.vllm_kv_cache_gib
+    if cache_gib is None and on_cpu:
+        cache_gib = CPU_CACHE_GIB
     return EngineSpec(
         index=index,
         model=cfg.model_path,
@@ -66,7 +71,7 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         seed=cfg.seed + index,
         max_num_seqs=cfg.vllm_max_num_seqs,
         max_num_batched_tokens=cfg.vllm_max_num_batched_tokens,
-        cpu_kvcache_gib=cfg.vllm_cpu_kvcache_gib,
+        kv_cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         full_determinism=cfg.full_determinism,
         max_images=cfg.max_images_per_prompt,
         log_file=log_file,

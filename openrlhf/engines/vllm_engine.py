@@ -71,8 +71,9 @@ class VLLMEngine:
             arguments["max_num_batched_tokens"] = spec.max_num_batched_tokens
         if spec.max_images:
             arguments["limit_mm_per_prompt"] = {"image": spec.max_images, "video": 0}
+        if spec.kv_cache_bytes is not None:
+            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
         if "VLLM_CPU_OMP_THREADS_BIND" in spec.environment:
-            arguments["kv_cache_memory_bytes"] = int(spec.cpu_kvcache_gib * 2**30)
             # vLLM's CPU sampler fails on a seeded request whose prompt is prefilled in several steps.
             arguments["enable_chunked_prefill"] = False
             arguments.setdefault("max_num_batched_tokens", max(8192, spec.max_model_len))

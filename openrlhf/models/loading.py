@@ -57,6 +57,7 @@ class ModelOptions(LoraSettings, Protocol):
     attn_implementation: str
     packing_samples: bool
     gradient_checkpointing: bool
+    gradient_checkpointing_every: int
     gradient_checkpointing_use_reentrant: bool
     use_liger_kernel: bool
     load_in_4bit: bool
@@ -272,7 +273,7 @@ def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> 
         wrapped = add_lora(model, opts, task)
     if opts.gradient_checkpointing:
         reentrant = bool(opts.gradient_checkpointing_use_reentrant)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant}, opts.gradient_checkpointing_every)
         if reentrant and opts.lora_rank > 0:
             model.enable_input_require_grads()
     return wrapped

@@ -26,6 +26,7 @@ class LoadSettings:
     load_in_4bit: bool = False
     experts_implementation: str | None = None
     gradient_checkpointing: bool = False
+    gradient_checkpointing_every: int = 1
     gradient_checkpointing_use_reentrant: bool = False
     use_liger_kernel: bool = False
     zero_stage: int = 0

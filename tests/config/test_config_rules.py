@@ -184,7 +184,7 @@ OUT_OF_RANGE = [
     ("rollout_timeout", "0"),
     ("start_timeout", "-5"),
     ("dynamic_filtering_max_rounds", "0"),
-    ("vllm_cpu_kvcache_gib", "0"),
+    ("vllm_kv_cache_gib", "0"),
     ("eval_n_samples_per_prompt", "0"),
 ]
 
@@ -251,6 +251,7 @@ def test_limits_are_of_real_flags() -> None:
         ("--critic.lr_scheduler nonsense", "critic_lr_scheduler", "one of cosine_with_min_lr"),
         ("--vllm_sync_backend whatever", "vllm_sync_backend", "must be one of nccl, gloo"),
         ("--zpg 4", "zpg", "use --zero_stage 3"),
+        ("--gradient_checkpointing_every 2", "gradient_checkpointing_every", "add --gradient_checkpointing"),
         ("--disable_ds_ckpt --save_steps 5", "disable_ds_ckpt", "add --save_hf_ckpt"),
         ("--vllm_generate_batch_size 2048", "vllm_generate_batch_size", "--async_train"),
         ("--max_new_tokens 2048", "max_len", "no room for a prompt"),

@@ -129,7 +129,7 @@ def check_spellings(command: str, name: str, dotted: str, kind: str) -> None:
 def test_newcomers() -> None:
     flags = """--top_k 20 --max_steps 7 --prompt_max_len 100 --generate_max_len 50 --param_dtype fp32
         --dynamic_filtering_max_rounds 3 --reward_on_failure drop --rollout_timeout 10 --start_timeout 5
-        --run_dir ./run --eval_before_train --vllm_cpu_kvcache_gib 0.5
+        --run_dir ./run --eval_before_train --vllm_kv_cache_gib 0.5
         --vllm_max_num_seqs 8 --vllm_max_num_batched_tokens 512 --prompt_overlong drop --use_icepop""".split()
     config = parse_cli("train_ppo_ray", [*REQUIRED["train_ppo_ray"], *flags])
     assert (config.top_k, config.max_steps, config.param_dtype) == (20, 7, "fp32")
@@ -137,7 +137,7 @@ def test_newcomers() -> None:
     assert (config.reward_on_failure, config.prompt_overlong, config.run_dir) == ("drop", "drop", "./run")
     assert (config.rollout_timeout, config.start_timeout, config.dynamic_filtering_max_rounds) == (10, 5, 3)
     assert (config.vllm_max_num_seqs, config.vllm_max_num_batched_tokens) == (8, 512)
-    assert (config.vllm_cpu_kvcache_gib, config.eval_before_train) == (0.5, True)
+    assert (config.vllm_kv_cache_gib, config.eval_before_train) == (0.5, True)
 
 
 def test_spellings_never_mean_two_flags() -> None:

@@ -126,7 +126,7 @@ def ppo_arguments(model: str, prompts: Path, out: Path, *more: str, reward: Path
     arguments = f"""
         --pretrain {model} --prompt_data {prompts} --input_key input --label_key answer
         --actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --reward_num_gpus_per_node 1
-        --vllm_num_engines 1 --vllm_cpu_kvcache_gib 0.125
+        --vllm_num_engines 1 --vllm_kv_cache_gib 0.125
         --advantage_estimator group_norm --n_samples_per_prompt 4 --rollout_batch_size 8 --train_batch_size 16
         --micro_train_batch_size 4 --micro_rollout_batch_size 4 --max_len 48 --max_new_tokens 12
         --param_dtype fp32 --actor_learning_rate 1e-3 --critic_learning_rate 1e-3

@@ -45,7 +45,7 @@ SMALL = {
         --param_dtype fp32 --max_len 48 --max_new_tokens 8 --rollout_batch_size 4 --n_samples_per_prompt 4
         --train_batch_size 16 --micro_train_batch_size 8 --micro_rollout_batch_size 8 --max_steps 2
         --actor_num_gpus_per_node 1 --ref_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1
-        --vllm_cpu_kvcache_gib 0.125 --lora_rank 4 --actor_learning_rate 1e-3 --lr_warmup_ratio 0
+        --vllm_kv_cache_gib 0.125 --lora_rank 4 --actor_learning_rate 1e-3 --lr_warmup_ratio 0
         --enable_ema --ema_beta 0.9""",
 }
 

@@ -20,6 +20,7 @@ def options(**changes: Any) -> Any:
         "attn_implementation": "auto",
         "packing_samples": True,
         "gradient_checkpointing": False,
+        "gradient_checkpointing_every": 1,
         "gradient_checkpointing_use_reentrant": False,
         "use_liger_kernel": False,
         "load_in_4bit": False,

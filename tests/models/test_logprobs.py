@@ -87,13 +87,15 @@ def test_temperature_divides_the_logits(llama: str) -> None:
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradient_equals_the_dense_path(tmp_path: Path, tie: bool, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("every", "recomputed"), [(None, []), (1, [True, True]), (2, [True, False])])
+def test_gradient_equals_the_dense_path(tmp_path: Path, tie: bool, every: int | None, recomputed: list[bool]) -> None:
     folder = make_tiny_model(tmp_path / "m", tie=tie)
     items = sequences()
     batch = packed(items)
     weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
-    model = load_causal_lm(folder, options(gradient_checkpointing=checkpointing)).train()
+    flags = {"gradient_checkpointing": every is not None, "gradient_checkpointing_every": every or 1}
+    model = load_causal_lm(folder, options(**flags)).train()
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == (recomputed or [False, False])
     (PolicyModel(model)(batch).logprobs * weights).sum().backward()
     dense = AutoModelForCausalLM.from_pretrained(folder).double()
     (reference_logprobs(dense, items) * weights).sum().backward()
