@@ -24,7 +24,7 @@ part() {
     hybrid_half) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --gradient_checkpointing_every 2 ;;
     hybrid_7b) # the optimizer of 7B fits onto two cards only if these are large
       (($(nvidia-smi -i 0 --query-gpu=memory.total --format=csv,noheader,nounits) * gpus < 220000)) && offload=--adam_offload
-      hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --gpus "$gpus" --zero_stage 3 --steps 3 --prompts 32 \
+      hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --gpus "$gpus" --zero_stage 3 --steps 2 --prompts 32 \
         -- --check_weight_sync $offload ;;
     lora_7b) hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --zero_stage 2 --steps 3 --prompts 16 \
       -- --check_weight_sync --lora_rank 16 --actor_learning_rate 1e-4 ;;
