@@ -68,8 +68,8 @@ class ModelOptions(LoadOptions):
     )
     gradient_checkpointing_every: int = flag(
         1,
-        "recompute every n-th layer only: with 2 half of the layers keep their activations, for more speed while memory "
-        "lasts",
+        "recompute every n-th layer only: with 2 half of the layers keep their activations, for more speed while "
+        "memory lasts",
         since="new",
     )
     gradient_checkpointing_use_reentrant: bool = flag(
