@@ -13,11 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-# Names of the ways in which weights travel from a trainer to a rollout engine.
-TRANSPORT_GLOO = "gloo"
-TRANSPORT_IPC = "ipc"
-TRANSPORT_NCCL = "nccl"
-
 
 def device_type() -> str:
     """``"cuda"`` when this process sees a GPU, else ``"cpu"``. ``OPENRLHF_DEVICE=cpu`` hides the GPUs."""
@@ -49,18 +44,6 @@ def device_count() -> int:
 def dist_backend() -> str:
     """torch.distributed backend of training: NCCL for GPU tensors (with gloo for CPU tensors), gloo on a CPU."""
     return "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
-
-
-def weight_transport(colocated: bool) -> str:
-    """How weights reach the rollout engines: CUDA IPC on shared GPUs, NCCL between GPUs, gloo on a CPU."""
-    if device_type() == "cpu":
-        return TRANSPORT_GLOO
-    return TRANSPORT_IPC if colocated else TRANSPORT_NCCL
-
-
-def ray_resource() -> str:
-    """Name of the Ray resource that one model rank takes."""
-    return "GPU" if device_type() == "cuda" else "CPU"
 
 
 def fused_optimizer() -> bool:

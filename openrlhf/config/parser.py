@@ -173,15 +173,3 @@ def _critic_values_untouched(
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-__all__ = [
-    "Parsed",
-    "build",
-    "from_hydra",
-    "from_mapping",
-    "parse",
-    "parse_cli",
-    "register_configs",
-    "world_size_from_environment",
-]

@@ -149,10 +149,6 @@ class EnginePool:
     def wake(self, tags: list[str] | None = None) -> None:
         self.group.call("wake", tags)
 
-    def health(self) -> None:
-        """Raises WorkerError when an engine is dead."""
-        self.group.call("health")
-
     def pop_metrics(self) -> dict[str, float]:
         """Reward counts (summed) and latencies (mean of the engines', or largest) since the last call."""
         parts = self.group.call("pop_metrics")
@@ -161,9 +157,6 @@ class EnginePool:
             for name, value in part.items():
                 merged.setdefault(name, []).append(value)
         return {name: _combine(name, values) for name, values in merged.items()}
-
-    def weight_digests(self) -> list[list[dict[str, str]]]:
-        return self.group.call("weight_digests")
 
     def compare_weights(self, folder: str) -> list[list[Comparison]]:
         """Each worker of each engine compares what it holds with the weights in a folder."""

@@ -51,8 +51,8 @@ class VLLMEngine:
         self._runner: GroupRunner | None = None
         self._llm: Any = None
 
-    async def start(self, rollout: RolloutSpec | None) -> dict[str, Any]:
-        """Load the model and, if given, what rollouts need (reward functions, agents). Returns a description.
+    async def start(self, rollout: RolloutSpec | None) -> None:
+        """Load the model and, if given, what rollouts need (reward functions, agents).
 
         Raises:
             Exception: whatever vLLM raises when the model can't be served; the actor's log has the details.
@@ -98,7 +98,6 @@ class VLLMEngine:
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         if rollout is not None:
             self._runner = GroupRunner(rollout, engine=self)
-        return {"index": spec.index, "pid": os.getpid(), "model": spec.model}
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -199,10 +198,6 @@ class VLLMEngine:
         if not self.spec.enable_sleep:
             await self._llm.resume_generation()
 
-    async def weight_digests(self) -> list[dict[str, str]]:
-        """SHA-256 of every parameter, one dict per tensor-parallel worker."""
-        return list(await self._llm.collective_rpc("weight_digests"))
-
     async def compare_weights(self, folder: str) -> list[Comparison]:
         """Compare every tensor with the weights in a folder of safetensors files, one answer per worker."""
         return list(await self._llm.collective_rpc("compare_weights", args=(folder,)))
@@ -218,10 +213,6 @@ class VLLMEngine:
         """Take the memory again; ``tags`` is any of "weights" and "kv_cache", None means both."""
         if self.spec.enable_sleep:
             await self._llm.wake_up(tags)
-
-    async def health(self) -> None:
-        """Raises when the engine process is dead."""
-        await self._llm.check_health()
 
     async def shutdown(self) -> None:
         """Stop vLLM's processes and remove what they shared, whatever state they are in."""

@@ -70,11 +70,6 @@ class RolloutBuffer:
         """All groups, oldest entry first."""
         return tuple(self._groups)
 
-    @property
-    def num_samples(self) -> int:
-        """Number of trajectories over all groups."""
-        return sum(len(group.trajectories) for group in self._groups)
-
     def put(self, group: Group) -> None:
         """Appends a group.
 

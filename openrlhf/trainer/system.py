@@ -19,7 +19,7 @@ from openrlhf.engines.rollouts import RolloutSpec
 from openrlhf.engines.weight_sync.compare import Comparison
 from openrlhf.trainer.turns import SharedMemory
 from openrlhf.utils.files import temporary_folder
-from openrlhf.workers.cluster import Cluster, connect, create_cluster, disconnect
+from openrlhf.workers.cluster import Cluster, connect, create_cluster
 from openrlhf.workers.group import PendingCall, WorkerGroup
 from openrlhf.workers.model_worker import form_groups, start_group
 from openrlhf.workers.placement import plan_placement
@@ -230,6 +230,3 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
 def _wait(pending: list[PendingCall], left: Callable[[], float]) -> list[Any]:
     """Wait for several calls at once, so that the first failure among them is the one that is reported."""
     return PendingCall.together(pending).result(left())
-
-
-__all__ = ["PPOSystem", "cluster_device", "disconnect", "start_system", "weight_transport"]

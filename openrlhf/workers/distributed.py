@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -95,23 +95,13 @@ def barrier(what: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         raise DistributedError(f"gave up waiting for the other ranks at {what!r}: {error}") from error
 
 
-def _comm_device() -> torch.device:
-    # gloo also serves CPU tensors on GPU machines, without a GPU synchronisation
-    return torch.device("cpu")
-
-
 def all_reduce_sum(values: Sequence[float]) -> list[float]:
     """Sum each number over all ranks, in float64."""
-    tensor = torch.tensor(list(values), dtype=torch.float64, device=_comm_device())
+    # gloo serves CPU tensors on GPU machines, too, without a GPU synchronisation
+    tensor = torch.tensor(list(values), dtype=torch.float64)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(tensor)
     return tensor.tolist()
-
-
-def all_reduce_dict(values: Mapping[str, float]) -> dict[str, float]:
-    """Sum each entry over all ranks; every rank must have the same keys."""
-    names = sorted(values)
-    return dict(zip(names, all_reduce_sum([values[n] for n in names]), strict=True))
 
 
 def any_rank(flag: bool) -> bool:
@@ -124,7 +114,7 @@ def broadcast_object(value: Any) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=_comm_device())
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     return box[0]
 
 

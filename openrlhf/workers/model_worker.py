@@ -81,28 +81,18 @@ class ModelWorker:
         import openrlhf.workers.backoff
         import openrlhf.workers.objectives  # noqa: F401
 
-    def load(self, cfg: PPOConfig, total_steps: int) -> dict[str, Any]:
+    def load(self, cfg: PPOConfig, total_steps: int) -> None:
         """Build the model and its engine.
 
         Args:
             cfg: the run's configuration.
             total_steps: optimizer steps that the learning-rate schedule spans.
-
-        Returns:
-            A few facts for the log: number of parameters, device.
         """
         self.cfg = cfg
-        started = time.monotonic()
         from openrlhf.workers.backoff import MemoryBackoff
 
         self.engine = self._build(cfg, total_steps)
         self.backoff = MemoryBackoff(self.engine)
-        return {
-            "role": self.role,
-            "rank": self.rank,
-            "device": str(self.engine.device),
-            "load_seconds": time.monotonic() - started,
-        }
 
     def _build(self, cfg: PPOConfig, total_steps: int) -> TrainEngine:
         raise NotImplementedError

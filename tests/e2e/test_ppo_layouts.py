@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from ppo_helpers import ppo_arguments, write_prompts, write_reward
 
 from openrlhf.algorithms.metrics import MetricSum
@@ -237,9 +236,6 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
         figures = check.run(sharded.sync_weights(stack.probe, 1))
         assert figures["sync/logprob_diff_max"] <= 1e-5
         assert figures["sync/differing_elements"] == 0 and figures["sync/compared_tensors"] > 20
-    digests = stack.engines.weight_digests()
-    assert digests[0] == digests[1]
-    assert ray.get(stack.engines.group.handles[0].health.remote()) is None
 
 
 def test_ranks_that_share_sequences_give_the_same_losses(stack: Stack) -> None:

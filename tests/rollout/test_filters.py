@@ -210,7 +210,7 @@ def filled(*versions: int) -> RolloutBuffer:
 
 def test_first_in_first_out() -> None:
     buffer = filled(0, 0, 0)
-    assert (len(buffer), buffer.num_samples) == (3, 6)
+    assert len(buffer) == 3
     assert ids(buffer.take(2)) == [0, 1] and ids(buffer.take(1)) == [2] and len(buffer) == 0
     with pytest.raises(ValueError, match="1 groups asked for, 0 are in"):
         buffer.take(1)

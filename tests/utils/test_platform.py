@@ -19,17 +19,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpu_choices() -> None:
     assert platform.device_type() == "cpu" and platform.device(3) == torch.device("cpu")
     assert platform.dist_backend() == "gloo"
-    assert platform.weight_transport(colocated=True) == platform.weight_transport(colocated=False) == "gloo"
-    assert platform.ray_resource() == "CPU" and not platform.fused_optimizer()
+    assert not platform.fused_optimizer()
 
 
 def test_gpu_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     assert platform.device(3) == torch.device("cuda", 3)
     assert "nccl" in platform.dist_backend() and "gloo" in platform.dist_backend()
-    assert platform.weight_transport(colocated=True) == "ipc"
-    assert platform.weight_transport(colocated=False) == "nccl"
-    assert platform.ray_resource() == "GPU" and platform.fused_optimizer()
+    assert platform.fused_optimizer()
 
 
 def test_cores_are_shared_by_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,23 +6,16 @@ vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point of 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
-import torch
 from torch import nn
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from openrlhf import platform
 from openrlhf.engines.images import IMAGES_VARIABLE, process_images_without_torchvision
-from openrlhf.engines.weight_sync.compare import (
-    Comparison,
-    compare,
-    stored_weights,
-    visible_weights,
-)
+from openrlhf.engines.weight_sync.compare import Comparison, compare, stored_weights, visible_weights
 from openrlhf.utils.process import die_with_parent
 
 ENGINE_PID_VARIABLE = "OPENRLHF_ENGINE_PID"
@@ -60,17 +53,7 @@ def refresh_tied_heads(model: nn.Module) -> None:
 
 
 class WorkerExtension:
-    """Methods added to every vLLM worker, called with ``collective_rpc``."""
-
-    def weight_digests(self) -> dict[str, str]:
-        """SHA-256 of each of this worker's parameters, in vLLM's own names and layout."""
-        model: torch.nn.Module = self.model_runner.model  # type: ignore[attr-defined]
-        return {
-            name: hashlib.sha256(
-                parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            ).hexdigest()
-            for name, parameter in model.named_parameters()
-        }
+    """What is added to every vLLM worker, called with ``collective_rpc``."""
 
     def compare_weights(self, folder: str) -> Comparison:
         """Compare what this worker holds with the same weights read from files by vLLM's own loader.
