@@ -15,13 +15,19 @@ from openrlhf.batching import MicroBatch
 from openrlhf.config import DPOConfig
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.datasets.sources import load_configured_rows, load_rows
-from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
+from openrlhf.models.loading import check_model_folder, load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
-from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient, row_limits
+from openrlhf.trainer.preference import PreferenceTrainer, row_limits
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
 from openrlhf.trainer.sequences import answer_logprobs
-from openrlhf.trainer.supervised import optimizer_specs, run_command, total_steps
+from openrlhf.trainer.supervised import (
+    aux_coefficient,
+    open_tokenizer,
+    optimizer_specs,
+    read_data,
+    run_command,
+    total_steps,
+)
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
@@ -33,6 +39,7 @@ class DPOTrainer(PreferenceTrainer):
     """Raises the log-prob of the chosen answer against the rejected one, both relative to the reference model."""
 
     sequences_per_row: ClassVar[int] = 2
+    headline: ClassVar[tuple[str, ...]] = ("loss", "acc", "lr", "grad_norm")
     running_means: ClassVar[dict[str, str]] = {"loss": "loss_mean", "acc": "acc_mean"}
     eval_names: ClassVar[dict[str, str]] = {"loss": "eval_loss", "acc": "acc_mean"}
     cfg: DPOConfig
@@ -40,11 +47,6 @@ class DPOTrainer(PreferenceTrainer):
     reference: Tensor
     """float64 ``[pairs, 2]``: reference log-probs of chosen and rejected; NaN for rows that the run doesn't reach."""
     eval_reference: Tensor
-
-    @property
-    def headline(self) -> tuple[str, ...]:
-        """Metrics shown in the line of each step."""
-        return ("loss", "acc", "lr", "grad_norm")
 
     def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
         """Preference loss, plus the weighted NLL of the chosen answer, of each pair."""
@@ -73,20 +75,6 @@ class DPOTrainer(PreferenceTrainer):
         metrics.add_values("nll_loss", nll.detach())
         return result.per_pair + cfg.nll_loss_coef * nll
 
-    def anchor(self, outputs: Any) -> Tensor:
-        """The log-probs."""
-        return outputs.logprobs
-
-
-def _read_data(cfg: DPOConfig, tokenizer: Any) -> tuple[PreferenceDataset, PreferenceDataset | None]:
-    assert cfg.dataset is not None
-    rows = load_configured_rows(cfg)
-    evaluation = None
-    if cfg.eval_dataset:
-        eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
-        evaluation = build_preference_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
-    return build_preference_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
-
 
 def score_reference(
     cfg: DPOConfig, world: World, data: PreferenceDataset, eval_data: PreferenceDataset | None, steps: int
@@ -108,12 +96,9 @@ def score_reference(
 
 def train(cfg: DPOConfig, world: World) -> None:
     """Everything between the parsed flags and the saved model, on one rank."""
-    for path in (cfg.model_path, cfg.ref_pretrain):
-        check_model_folder(str(path))
-    tokenizer = load_tokenizer(
-        cfg.model_path, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
-    )
-    data, eval_data = _read_data(cfg, tokenizer)
+    check_model_folder(str(cfg.ref_pretrain))
+    tokenizer = open_tokenizer(cfg)
+    data, eval_data = read_data(cfg, tokenizer, build_preference_dataset)
     steps = total_steps(cfg, len(data), world)
     # before the policy is there, so that the two are never in memory together
     reference, eval_reference = score_reference(cfg, world, data, eval_data, steps)

@@ -15,14 +15,20 @@ from openrlhf.algorithms.metrics import SEQUENCE, STEP, MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.config import KTOConfig
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.datasets.sources import load_configured_rows, load_rows
 from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
-from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
-from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient, row_limits
+from openrlhf.trainer.preference import PreferenceTrainer, row_limits
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
 from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs
-from openrlhf.trainer.supervised import optimizer_specs, run_command, total_steps
+from openrlhf.trainer.supervised import (
+    aux_coefficient,
+    open_tokenizer,
+    optimizer_specs,
+    read_data,
+    run_command,
+    total_steps,
+)
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
@@ -72,6 +78,7 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     sequences_per_row: ClassVar[int] = 1
+    headline: ClassVar[tuple[str, ...]] = ("kto_loss", "kl", "lr", "grad_norm")
     running_means: ClassVar[dict[str, str]] = {"kto_loss": "loss_mean"}
     eval_names: ClassVar[dict[str, str]] = {
         "kto_loss": "eval_loss",
@@ -87,11 +94,6 @@ class KTOTrainer(PreferenceTrainer):
     eval_mismatched: MismatchedAnswers | None = None
     eval_reference: Reference
     _kl = 0.0
-
-    @property
-    def headline(self) -> tuple[str, ...]:
-        """Metrics shown in the line of each step."""
-        return ("kto_loss", "kl", "lr", "grad_norm")
 
     def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
         """Loss of each answer."""
@@ -113,22 +115,18 @@ class KTOTrainer(PreferenceTrainer):
         metrics.add("reject_reward", result.rewards[~good].sum(), (~good).sum(), SEQUENCE)
         return result.per_answer
 
-    def anchor(self, outputs: Any) -> Tensor:
-        """The log-probs."""
-        return outputs.logprobs
-
     def _reference_point(self, mismatched: MismatchedAnswers, places: range, reference: Tensor) -> float:
         expected = require_scored(reference[places.start : places.stop], len(places))
         logprobs = all_answer_logprobs(self.engine, self.world, mismatched, places, self.limits)
         return kto_reference_point(logprobs, expected)
 
-    def train_step(self, rows: list[int]) -> MetricSum:
-        """One optimizer step."""
+    def accumulate(self, rows: list[int]) -> MetricSum:
+        """See the base class; the reference point comes first."""
         end = self.order.consumed
         self.engine.eval()  # LoRA dropout must not reach the estimate
         self._kl = self._reference_point(self.mismatched, range(end - len(rows), end), self.reference.mismatched)
         self.engine.train()
-        metrics = super().train_step(rows)
+        metrics = super().accumulate(rows)
         metrics.add("kl", self._kl, 1.0, STEP)
         return metrics
 
@@ -139,16 +137,6 @@ class KTOTrainer(PreferenceTrainer):
             places = range(len(self.eval_data))
             self._kl = self._reference_point(self.eval_mismatched, places, self.eval_reference.mismatched)
         return super().evaluate()
-
-
-def _read_data(cfg: KTOConfig, tokenizer: Any) -> tuple[UnpairedDataset, UnpairedDataset | None]:
-    assert cfg.dataset is not None
-    rows = load_configured_rows(cfg)
-    evaluation = None
-    if cfg.eval_dataset:
-        eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
-        evaluation = build_unpaired_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
-    return build_unpaired_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
 
 
 def _prepare(
@@ -183,11 +171,8 @@ def _prepare(
 
 def train(cfg: KTOConfig, world: World) -> None:
     """Everything between the parsed flags and the saved model, on one rank."""
-    check_model_folder(cfg.model_path)
-    tokenizer = load_tokenizer(
-        cfg.model_path, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
-    )
-    data, eval_data = _read_data(cfg, tokenizer)
+    tokenizer = open_tokenizer(cfg)
+    data, eval_data = read_data(cfg, tokenizer, build_unpaired_dataset)
     steps = total_steps(cfg, len(data), world)
     # before the policy is there, so that the two are never in memory together
     prepared = _prepare(cfg, world, data, eval_data, steps)

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.metrics import SEQUENCE, STEP, TOKEN, MetricSum, WeightedMean
+from openrlhf.algorithms.metrics import SEQUENCE, TOKEN, MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig
 from openrlhf.trainer.sequences import BLOCK, Limits, Sequences, micro_batches
-from openrlhf.trainer.supervised import SupervisedTrainer, reduce_metrics
+from openrlhf.trainer.supervised import SupervisedTrainer, aux_coefficient, reduce_metrics
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
 PreferenceConfig = RMConfig | DPOConfig | KTOConfig
-
-# As in the flag's description: weights below this switch the router loss off.
-_AUX_LOSS_MIN = 1e-8
 
 
 class PreferenceData(Sequences, Protocol):
@@ -29,11 +26,6 @@ class PreferenceData(Sequences, Protocol):
 
     def __len__(self) -> int:
         """Number of rows."""
-
-
-def aux_coefficient(cfg: PreferenceConfig) -> float:
-    """Weight of the router loss; 0 when it is off."""
-    return cfg.aux_loss_coef if cfg.aux_loss_coef > _AUX_LOSS_MIN else 0.0
 
 
 class PreferenceTrainer(SupervisedTrainer):
@@ -44,8 +36,6 @@ class PreferenceTrainer(SupervisedTrainer):
     """
 
     sequences_per_row: ClassVar[int]
-    # metric of a step -> name of its mean over the steps since metrics were last sent
-    running_means: ClassVar[dict[str, str]]
     # metric of a step -> its name in an evaluation
     eval_names: ClassVar[dict[str, str]]
 
@@ -65,7 +55,6 @@ class PreferenceTrainer(SupervisedTrainer):
         self.tokenizer = tokenizer
         self.limits = row_limits(cfg, self.sequences_per_row)
         self._aux_coef = aux_coefficient(cfg)
-        self._window = MetricSum()
 
     @abstractmethod
     def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
@@ -76,16 +65,12 @@ class PreferenceTrainer(SupervisedTrainer):
             outputs: what the engine gave for the batch.
         """
 
-    @abstractmethod
-    def anchor(self, outputs: Any) -> Tensor:
-        """A tensor of the outputs that depends on the weights, for the gradient of a stand-in."""
-
     def _groups(self, rows: Sequence[int]) -> list[range]:
         size = self.sequences_per_row
         return [range(size * row, size * (row + 1)) for row in rows]
 
-    def train_step(self, rows: list[int]) -> MetricSum:
-        """One optimizer step."""
+    def accumulate(self, rows: list[int]) -> MetricSum:
+        """See the base class."""
         metrics = MetricSum()
         for name in self.running_means:  # a rank may have nothing but stand-ins
             metrics.add(name, 0.0, 0.0, SEQUENCE)
@@ -97,25 +82,13 @@ class PreferenceTrainer(SupervisedTrainer):
             if members:
                 loss = self.row_losses([rows[i] for i in members], batch, outputs, metrics).sum() / len(rows)
             else:
-                loss = self.anchor(outputs).sum() * 0
+                loss = outputs[0].sum() * 0  # the log-probs or scores: a gradient, and nothing in it
             if outputs.aux_loss is not None:
                 share = batch.num_tokens / tokens if members else 0.0
                 loss = loss + self._aux_coef * share * outputs.aux_loss
                 metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
             self.engine.backward(loss.float(), last=index == len(batches) - 1)
-        stats = self.engine.step()
-        metrics.add("grad_norm", stats.grad_norm, 1.0, STEP)
-        metrics.set_latest("lr", stats.lr)
-        return self._with_running_means(metrics)
-
-    def _with_running_means(self, metrics: MetricSum) -> MetricSum:
-        step = metrics.to_numbers()
-        named: dict[str, WeightedMean] = {mean: step[name] for name, mean in self.running_means.items()}
-        self._window = self._window.merge(MetricSum(named))
-        step = step.merge(self._window)
-        if self.engine.step_count % max(1, self.cfg.logging_steps) == 0:
-            self._window = MetricSum()
-        return step
+        return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Means over all rows of the evaluation data, each row once."""

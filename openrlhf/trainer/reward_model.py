@@ -6,19 +6,24 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from transformers import PretrainedConfig
+from torch import Tensor
 
 from openrlhf.algorithms.losses import pairwise_logexp_loss, pairwise_sigmoid_loss
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.config import RMConfig
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.datasets.sources import load_configured_rows, load_rows
-from openrlhf.models.loading import check_model_folder, load_sequence_regression, load_tokenizer
+from openrlhf.models.loading import load_sequence_regression
 from openrlhf.models.logprobs import RewardModel, ScoreOutputs
-from openrlhf.trainer.preference import PreferenceTrainer, aux_coefficient
-from openrlhf.trainer.supervised import optimizer_specs, run_command, total_steps
+from openrlhf.trainer.preference import PreferenceTrainer
+from openrlhf.trainer.supervised import (
+    aux_coefficient,
+    open_tokenizer,
+    optimizer_specs,
+    read_data,
+    run_command,
+    total_steps,
+)
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
@@ -29,32 +34,19 @@ logger = get_logger(__name__)
 _EVAL_SHARE = 100
 
 
-class TrainedRewardModel(nn.Module):
+class TrainedRewardModel(RewardModel):
     """A reward model whose forward pass also gives the router loss."""
 
-    def __init__(self, reward: RewardModel) -> None:
-        super().__init__()
-        self.reward = reward
-
-    @property
-    def hf_model(self) -> nn.Module:
-        """The wrapped transformers (or peft) model."""
-        return self.reward.hf_model
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """Of the wrapped model; DeepSpeed looks for it here."""
-        return self.reward.config
-
-    def forward(self, batch: MicroBatch) -> ScoreOutputs:
+    def forward(self, batch: MicroBatch) -> ScoreOutputs:  # type: ignore[override]
         """Scores ``[S]`` and the router loss."""
-        return self.reward.outputs(batch)
+        return self.outputs(batch)
 
 
 class RewardModelTrainer(PreferenceTrainer):
     """Raises the score of the chosen answer over that of the rejected one; scores are read at the end token."""
 
     sequences_per_row: ClassVar[int] = 2
+    headline: ClassVar[tuple[str, ...]] = ("loss", "acc", "lr", "grad_norm")
     running_means: ClassVar[dict[str, str]] = {"loss": "loss_mean", "acc": "acc_mean"}
     eval_names: ClassVar[dict[str, str]] = {"loss": "eval_loss", "acc": "acc_mean", "reward_margin": "reward_margin"}
     cfg: RMConfig
@@ -63,11 +55,6 @@ class RewardModelTrainer(PreferenceTrainer):
 
     _eval_scores: list[float]
     _stats: tuple[int, float, float] | None = None
-
-    @property
-    def headline(self) -> tuple[str, ...]:
-        """Metrics shown in the line of each step."""
-        return ("loss", "acc", "lr", "grad_norm")
 
     def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
         """Pairwise loss of each pair."""
@@ -88,10 +75,6 @@ class RewardModelTrainer(PreferenceTrainer):
         if self.evaluating:
             self._eval_scores += outputs.scores.tolist()
         return losses
-
-    def anchor(self, outputs: Any) -> Tensor:
-        """The scores."""
-        return outputs.scores
 
     def evaluate(self) -> dict[str, float]:
         """``eval_loss``, ``acc_mean``, ``reward_margin``, and mean and standard deviation of all scores."""
@@ -129,12 +112,9 @@ class RewardModelTrainer(PreferenceTrainer):
 
 
 def _read_data(cfg: RMConfig, tokenizer: Any) -> tuple[PreferenceDataset, PreferenceDataset]:
-    assert cfg.dataset is not None
-    rows = load_configured_rows(cfg)
-    data = build_preference_dataset(rows, cfg, tokenizer, cfg.dataset)
-    if cfg.eval_dataset:
-        eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
-        return data, build_preference_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
+    data, evaluation = read_data(cfg, tokenizer, build_preference_dataset)
+    if evaluation is not None:
+        return data, evaluation
     count = max(1, len(data) // _EVAL_SHARE)
     logger.info("no --eval_dataset: mean and std of the rewards are measured on the first %d training pair(s)", count)
     return data, data.first(count)
@@ -142,16 +122,13 @@ def _read_data(cfg: RMConfig, tokenizer: Any) -> tuple[PreferenceDataset, Prefer
 
 def train(cfg: RMConfig, world: World) -> None:
     """Everything between the parsed flags and the saved model, on one rank."""
-    check_model_folder(cfg.model_path)
-    tokenizer = load_tokenizer(
-        cfg.model_path, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
-    )
+    tokenizer = open_tokenizer(cfg)
     data, eval_data = _read_data(cfg, tokenizer)
     steps = total_steps(cfg, len(data), world)
     optimizer, scheduler = optimizer_specs(cfg, steps)
     model = load_sequence_regression(cfg.model_path, cfg, head_prefix=cfg.value_head_prefix)
-    reward = RewardModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
-    engine = TrainEngine(TrainedRewardModel(reward), cfg, optimizer, scheduler)
+    reward = TrainedRewardModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
+    engine = TrainEngine(reward, cfg, optimizer, scheduler)
     RewardModelTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.losses import cross_entropy_sum
-from openrlhf.algorithms.metrics import STEP, TOKEN, MetricSum
+from openrlhf.algorithms.metrics import TOKEN, MetricSum
 from openrlhf.batching import MicroBatch, pack, plan_micro_batches
 from openrlhf.config import SFTConfig
 from openrlhf.datasets.sft import (
@@ -21,12 +22,14 @@ from openrlhf.datasets.sft import (
     check_sft_columns,
     open_sft_dataset,
 )
-from openrlhf.datasets.sources import load_configured_rows, load_rows
-from openrlhf.models.loading import check_model_folder, load_causal_lm, load_tokenizer
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.supervised import (
     SupervisedTrainer,
+    aux_coefficient,
+    open_tokenizer,
     optimizer_specs,
+    read_rows,
     reduce_metrics,
     run_command,
     total_steps,
@@ -37,12 +40,13 @@ from openrlhf.workers.distributed import World
 
 # Rows planned at a time in an evaluation; a plan over all of them would take long to make.
 _EVAL_BLOCK = 1024
-# As in the flag's description: weights below this switch the router loss off.
-_AUX_LOSS_MIN = 1e-8
 
 
 class SFTTrainer(SupervisedTrainer):
     """Minimises the mean negative log-likelihood of the supervised tokens of each batch."""
+
+    headline: ClassVar[tuple[str, ...]] = ("gpt_loss", "lr", "grad_norm")
+    running_means: ClassVar[dict[str, str]] = {"gpt_loss": "loss_mean"}
 
     def __init__(
         self,
@@ -60,14 +64,8 @@ class SFTTrainer(SupervisedTrainer):
         self._packing = cfg.packing_samples
         self._micro_batch_size = cfg.micro_train_batch_size
         self._max_tokens = cfg.micro_train_batch_size * cfg.max_len
-        self._aux_coef = cfg.aux_loss_coef if cfg.aux_loss_coef > _AUX_LOSS_MIN else 0.0
-        self._loss_mean = MetricSum()
+        self._aux_coef = aux_coefficient(cfg)
         self._backoff = MemoryBackoff(self.engine)
-
-    @property
-    def headline(self) -> tuple[str, ...]:
-        """Metrics shown in the line of each step."""
-        return ("gpt_loss", "lr", "grad_norm")
 
     def take_rows(self) -> list[int]:
         """The rows of the next step."""
@@ -85,8 +83,8 @@ class SFTTrainer(SupervisedTrainer):
         for members in plan.ranks[self.engine.data_parallel_rank]:
             yield pack(ids, {"mask": masks}, members).to(self.engine.device)
 
-    def train_step(self, rows: list[int]) -> MetricSum:
-        """One optimizer step; the loss does not depend on ranks, micro-batches or packing."""
+    def accumulate(self, rows: list[int]) -> MetricSum:
+        """See the base class; the loss does not depend on ranks, micro-batches or packing."""
         parts = self.data.fetch(rows)
         targets = sum(int(mask.sum()) for _, mask in parts)
         tokens = sum(len(ids) for ids, _ in parts)
@@ -104,20 +102,7 @@ class SFTTrainer(SupervisedTrainer):
                 metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
             return loss, metrics
 
-        metrics = self._backoff.accumulate(list(self._micro_batches(parts)), loss_of)
-        stats = self.engine.step()
-        metrics.add("grad_norm", stats.grad_norm, 1.0, STEP)
-        metrics.set_latest("lr", stats.lr)
-        return self._with_running_mean(metrics)
-
-    def _with_running_mean(self, metrics: MetricSum) -> MetricSum:
-        """Add ``loss_mean``: gpt_loss over the steps since the metrics were last sent, each token once."""
-        step = metrics.to_numbers()
-        self._loss_mean = self._loss_mean.merge(MetricSum({"loss_mean": step["gpt_loss"]}))
-        step = step.merge(self._loss_mean)
-        if self.engine.step_count % max(1, self.cfg.logging_steps) == 0:
-            self._loss_mean = MetricSum()
-        return step
+        return self._backoff.accumulate(list(self._micro_batches(parts)), loss_of)
 
     def evaluate(self) -> dict[str, float]:
         """``eval gpt_loss``: mean over all supervised tokens of the evaluation data."""
@@ -141,30 +126,21 @@ def read_data(
     Raises:
         DataError: a source can't be read, or has nothing to learn from.
     """
-    assert cfg.dataset is not None
-    rows = load_configured_rows(cfg)
-    style = SFTFormat.from_config(cfg)
-    check_sft_columns(rows, style, cfg.dataset)
-    evaluation = None
-    if cfg.eval_dataset:
-        eval_rows = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
-        check_sft_columns(eval_rows, style, cfg.eval_dataset)
-        evaluation = build_sft_dataset(eval_rows, cfg, tokenizer, cfg.eval_dataset)
-    return open_sft_dataset(rows, cfg, tokenizer, cfg.dataset), evaluation
+    rows, eval_rows = read_rows(cfg)
+    # before the evaluation rows become ids, which may take long
+    check_sft_columns(rows, SFTFormat.from_config(cfg), str(cfg.dataset))
+    evaluation = None if eval_rows is None else build_sft_dataset(eval_rows, cfg, tokenizer, str(cfg.eval_dataset))
+    return open_sft_dataset(rows, cfg, tokenizer, str(cfg.dataset)), evaluation
 
 
 def train(cfg: SFTConfig, world: World) -> None:
     """Everything between the parsed flags and the saved model, on one rank."""
-    assert cfg.pretrain is not None
-    check_model_folder(cfg.pretrain)
-    tokenizer = load_tokenizer(
-        cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
-    )
+    tokenizer = open_tokenizer(cfg)
     data, eval_data = read_data(cfg, tokenizer)
     steps = total_steps(cfg, data.num_usable, world)
     optimizer, scheduler = optimizer_specs(cfg, steps)
-    model = load_causal_lm(cfg.pretrain, cfg)
-    policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > _AUX_LOSS_MIN)
+    model = load_causal_lm(cfg.model_path, cfg)
+    policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
     engine = TrainEngine(policy, cfg, optimizer, scheduler)
     SFTTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()
 

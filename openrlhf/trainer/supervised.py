@@ -6,18 +6,19 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
-from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.datasets.sources import DataError
+from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows
 from openrlhf.models.attention import PackingError
-from openrlhf.models.loading import ModelLoadError
+from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
 from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
@@ -31,6 +32,10 @@ from openrlhf.workers.tensor_parallel import LayerSplitError
 logger = get_logger(__name__)
 
 SupervisedConfig = SFTConfig | RMConfig | DPOConfig | KTOConfig
+Data = TypeVar("Data")
+
+# As in the flag's description: weights below this switch the router loss off.
+_AUX_LOSS_MIN = 1e-8
 
 EXPLAINED = (
     CheckpointError,
@@ -61,6 +66,46 @@ def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> i
         return 1
     shutdown()
     return 0
+
+
+def open_tokenizer(cfg: SupervisedConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model to train, whose folder is looked at first.
+
+    Raises:
+        ModelLoadError: the model or its tokenizer is not there, or not complete.
+    """
+    check_model_folder(cfg.model_path)
+    return load_tokenizer(
+        cfg.model_path, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
+    )
+
+
+def read_rows(cfg: SupervisedConfig) -> tuple[Dataset, Dataset | None]:
+    """The rows to train on and, with ``--eval_dataset``, to evaluate on."""
+    rows = load_configured_rows(cfg)
+    if not cfg.eval_dataset:
+        return rows, None
+    return rows, load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
+
+
+def read_data(
+    cfg: SupervisedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[Dataset, Any, PreTrainedTokenizerBase, str], Data],
+) -> tuple[Data, Data | None]:
+    """Rows to train on and, with ``--eval_dataset``, to evaluate on, as ids.
+
+    Raises:
+        DataError: a source can't be read, or has nothing to learn from.
+    """
+    rows, eval_rows = read_rows(cfg)
+    evaluation = None if eval_rows is None else build(eval_rows, cfg, tokenizer, str(cfg.eval_dataset))
+    return build(rows, cfg, tokenizer, str(cfg.dataset)), evaluation
+
+
+def aux_coefficient(cfg: SupervisedConfig) -> float:
+    """Weight of the router loss; 0 when it is off."""
+    return cfg.aux_loss_coef if cfg.aux_loss_coef > _AUX_LOSS_MIN else 0.0
 
 
 def total_steps(cfg: SupervisedConfig, num_rows: int, world: World) -> int:
@@ -108,6 +153,11 @@ class SupervisedTrainer(ABC):
         steps: optimizer steps of the whole run.
     """
 
+    headline: ClassVar[tuple[str, ...]]
+    """Metrics shown in the line of each step."""
+    running_means: ClassVar[dict[str, str]]
+    """Metric of a step -> name of its mean over the steps since metrics were last sent."""
+
     def __init__(
         self,
         cfg: SupervisedConfig,
@@ -127,10 +177,11 @@ class SupervisedTrainer(ABC):
         self.checkpoints = Checkpoints(cfg, engine, tokenizer, self.order)
         self.console = Console() if world.is_first else None
         self.logger: MetricsLogger | None = None
+        self._window = MetricSum()
 
     @abstractmethod
-    def train_step(self, rows: list[int]) -> MetricSum:
-        """One optimizer step on the given rows of the data; this rank's part of the metrics."""
+    def accumulate(self, rows: list[int]) -> MetricSum:
+        """Forward and backward passes of one optimizer step, on these rows; this rank's part of the metrics."""
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
@@ -143,11 +194,6 @@ class SupervisedTrainer(ABC):
     def hf_config(self) -> dict[str, Any] | None:
         """Entries of config.json to set when the model is saved."""
         return None
-
-    @property
-    def headline(self) -> tuple[str, ...]:
-        """Metrics shown in the line of each step."""
-        return ("loss", "lr", "grad_norm")
 
     def fit(self) -> None:
         """Train to the end (from a checkpoint, if there is one), and save the model.
@@ -190,13 +236,26 @@ class SupervisedTrainer(ABC):
 
     def _train(self, step: int) -> dict[str, float]:
         self.engine.train()
-        metrics = reduce_metrics(self.train_step(self.take_rows()))
+        parts = self.accumulate(self.take_rows())
+        stats = self.engine.step()
+        parts.add("grad_norm", stats.grad_norm, 1.0, STEP)
+        parts.set_latest("lr", stats.lr)
+        metrics = reduce_metrics(self._with_running_means(parts))
         if self.order.skipped:
             metrics["skipped_rows"] = self.order.skipped
         metrics["epoch"] = self.order.consumed / self.order.num_rows
         if self.logger is not None:
             self.logger.log("train", step, metrics)
         return metrics
+
+    def _with_running_means(self, metrics: MetricSum) -> MetricSum:
+        step = metrics.to_numbers()
+        named = {mean: step[name] for name, mean in self.running_means.items()}
+        self._window = self._window.merge(MetricSum(named))
+        step = step.merge(self._window)
+        if self.engine.step_count % max(1, self.cfg.logging_steps) == 0:
+            self._window = MetricSum()
+        return step
 
     def _evaluates(self, step: int, epoch_before: int) -> bool:
         if step == self.steps:

@@ -87,10 +87,11 @@ def _alone(path: str) -> list[list[float]]:
 def _scores(path: str) -> float:
     """Largest difference of a trained reward model's scores."""
     opts = options(ds_tensor_parallel_size=2)
-    plain = RewardModel(load_sequence_regression(path, opts, init_head=True))
+    model = load_sequence_regression(path, opts, init_head=True)
+    plain = RewardModel(model)
     with torch.no_grad():
         expected = plain(BATCH)
-        engine = TrainEngine(TrainedRewardModel(plain), opts, OptimizerSpec(1e-2))
+        engine = TrainEngine(TrainedRewardModel(model), opts, OptimizerSpec(1e-2))
         return float((engine(BATCH).scores - expected).abs().max())
 
 
