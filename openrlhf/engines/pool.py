@@ -11,7 +11,7 @@ import ray
 
 from openrlhf.config import PPOConfig
 from openrlhf.engines.rollouts import RolloutSpec
-from openrlhf.engines.spec import EngineSpec, engine_spec
+from openrlhf.engines.spec import engine_spec
 from openrlhf.engines.vllm_engine import VLLMEngineActor
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import SamplingParams
@@ -91,16 +91,12 @@ class EnginePool:
 
     Args:
         group: the engine actors.
-        specs: what each was started with.
+        workers_per_engine: GPUs (tensor-parallel ranks) of each.
     """
 
-    def __init__(self, group: WorkerGroup, specs: list[EngineSpec]) -> None:
+    def __init__(self, group: WorkerGroup, workers_per_engine: int) -> None:
         self.group = group
-        self.specs = specs
-
-    @property
-    def workers_per_engine(self) -> int:
-        return self.specs[0].tensor_parallel_size
+        self.workers_per_engine = workers_per_engine
 
     def load(self, rollout: RolloutSpec | None) -> PendingCall:
         """Start loading the model in every engine; wait for the result elsewhere."""
@@ -176,7 +172,6 @@ def _combine(name: str, values: list[float]) -> float:
 def start_engines(cfg: PPOConfig, cluster: Cluster, *, device_type: str, transport: str, log_dir: str) -> EnginePool:
     """Start the engine actors in their bundles; :meth:`EnginePool.load` then loads the model."""
     members: list[Member] = []
-    specs: list[EngineSpec] = []
     for index in range(cfg.vllm_num_engines):
         log_file = os.path.join(log_dir, f"engine-{index}.log")
         spec = engine_spec(cfg, index, device_type=device_type, weight_transport=transport, log_file=log_file)
@@ -184,6 +179,5 @@ def start_engines(cfg: PPOConfig, cluster: Cluster, *, device_type: str, transpo
         handle = VLLMEngineActor.options(max_concurrency=10_000, **options).remote(
             spec, cluster.visible_devices("engine", index)
         )
-        specs.append(spec)
         members.append(Member(f"engine {index}", handle, log_file))
-    return EnginePool(WorkerGroup("engine", members, cfg.rollout_timeout), specs)
+    return EnginePool(WorkerGroup("engine", members, cfg.rollout_timeout), cfg.vllm_tensor_parallel_size)

@@ -29,8 +29,6 @@ def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
-    if spec.full_determinism:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 UNSYNCED = "default"
@@ -63,37 +61,8 @@ class VLLMEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        spec = self.spec
-        arguments: dict[str, Any] = {}
-        if spec.max_num_seqs is not None:
-            arguments["max_num_seqs"] = spec.max_num_seqs
-        if spec.max_num_batched_tokens is not None:
-            arguments["max_num_batched_tokens"] = spec.max_num_batched_tokens
-        if spec.max_images:
-            arguments["limit_mm_per_prompt"] = {"image": spec.max_images, "video": 0}
-        if spec.kv_cache_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-        if "VLLM_CPU_OMP_THREADS_BIND" in spec.environment:
-            # vLLM's CPU sampler fails on a seeded request whose prompt is prefilled in several steps.
-            arguments["enable_chunked_prefill"] = False
-            arguments.setdefault("max_num_batched_tokens", max(8192, spec.max_model_len))
-        engine_args = AsyncEngineArgs(
-            model=spec.model,
-            dtype=spec.dtype,
-            tensor_parallel_size=spec.tensor_parallel_size,
-            distributed_executor_backend="mp" if spec.tensor_parallel_size > 1 else "uni",
-            max_model_len=spec.max_model_len,
-            gpu_memory_utilization=spec.gpu_memory_utilization,
-            enforce_eager=spec.enforce_eager,
-            enable_prefix_caching=spec.enable_prefix_caching,
-            enable_sleep_mode=spec.enable_sleep,
-            seed=spec.seed,
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=spec.weight_transport),
-            worker_extension_cls="openrlhf.engines.weight_sync.plugin.WorkerExtension",
-            disable_log_stats=True,
-            **arguments,
-        )
+        transfer = WeightTransferConfig(backend=self.spec.weight_transport)
+        engine_args = AsyncEngineArgs(**self.spec.arguments, weight_transfer_config=transfer)
         # As for offline inference: many sequences at once matter more here than the latency of one.
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         if rollout is not None:
@@ -179,7 +148,7 @@ class VLLMEngine:
     async def start_weight_update(self) -> None:
         """Begin an update. Running requests are frozen: they keep their tokens and go on with the new weights."""
         # Engines that can sleep did so since the last request, and take no other before the update is over.
-        if not self.spec.enable_sleep:
+        if not self.spec.can_sleep:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
 
@@ -195,7 +164,7 @@ class VLLMEngine:
         await self._llm.finish_weight_update(weight_version=str(weight_version))
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("the cache of prefixes could not be cleared after a weight update: requests are running")
-        if not self.spec.enable_sleep:
+        if not self.spec.can_sleep:
             await self._llm.resume_generation()
 
     async def compare_weights(self, folder: str) -> list[Comparison]:
@@ -206,12 +175,12 @@ class VLLMEngine:
 
     async def sleep(self, level: int = 2) -> None:
         """Give the GPU memory back. Level 2 also drops the weights: a sync must follow waking them."""
-        if self.spec.enable_sleep:
+        if self.spec.can_sleep:
             await self._llm.sleep(level)
 
     async def wake(self, tags: list[str] | None = None) -> None:
         """Take the memory again; ``tags`` is any of "weights" and "kv_cache", None means both."""
-        if self.spec.enable_sleep:
+        if self.spec.can_sleep:
             await self._llm.wake_up(tags)
 
     async def shutdown(self) -> None:

@@ -179,7 +179,7 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
     cluster = create_cluster(plan, left())
     transport = weight_transport(cfg, device)
     device_type = "cuda" if device == "GPU" else "cpu"
-    engines = EnginePool(WorkerGroup("engine", [], cfg.rollout_timeout), [])
+    engines = EnginePool(WorkerGroup("engine", [], cfg.rollout_timeout), cfg.vllm_tensor_parallel_size)
     if "engine" in plan.role_names:
         engines = start_engines(cfg, cluster, device_type=device_type, transport=transport, log_dir=str(log_dir))
     started: list[WorkerGroup] = [engines.group]
@@ -210,7 +210,7 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
             groups.get("ref"),
             groups.get("reward"),
         )
-        if engines.specs and len(system.actor) > 0:
+        if len(engines.group) > 0 and len(system.actor) > 0:
             system.actor.call(
                 "connect_engines",
                 engines.group.handles,
