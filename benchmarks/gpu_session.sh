@@ -8,6 +8,12 @@ cd "$(dirname "$0")/.."
 export OUT=${OUT:-/tmp/gpu_session} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_ADDRESS=local HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
+python3 - <<'END' || exit 3
+import sys
+from importlib.util import find_spec
+missing = [name for name in ("torch", "transformers", "vllm", "deepspeed", "ray", "datasets") if not find_spec(name)]
+sys.exit(f"this Python ({sys.executable}) lacks {', '.join(missing)}" if missing else 0)
+END
 
 run() { timeout --kill-after=20 "${LIMIT:-500}" "$@"; }
 
@@ -19,9 +25,11 @@ part() {
   local work=/tmp/openrlhf_bench_${1%%:*} gpus offload=
   gpus=$(tr ',' '\n' <<<"$2" | wc -l)
   case $1 in
-    hybrid) hybrid "$work" "$1" --zero_stage 3 --steps 4 ;;
-    hybrid_plain) hybrid "$work" "$1" --zero_stage 3 --steps 4 --no_checkpointing ;;
-    hybrid_half) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --gradient_checkpointing_every 2 ;;
+    # All 512 sequences of the reference work at once need 9 GiB of cache.
+    hybrid) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --vllm_kv_cache_gib 24 ;;
+    hybrid_plain) hybrid "$work" "$1" --zero_stage 3 --steps 4 --no_checkpointing -- --vllm_kv_cache_gib 24 ;;
+    hybrid_half) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --vllm_kv_cache_gib 24 \
+      --gradient_checkpointing_every 2 ;;
     hybrid_7b) # the optimizer of 7B fits onto two cards only if these are large
       (($(nvidia-smi -i 0 --query-gpu=memory.total --format=csv,noheader,nounits) * gpus < 220000)) && offload=--adam_offload
       hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --gpus "$gpus" --zero_stage 3 --steps 2 --prompts 32 \

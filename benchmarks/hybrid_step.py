@@ -65,8 +65,13 @@ def card() -> str:
 
 def versions(*names: str) -> dict[str, str]:
     """Version of each package; vLLM's build for CPUs has another name."""
-    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    return {name: installed.get(name) or installed[f"{name}-cpu"] for name in names}
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = importlib.metadata.version(f"{name}-cpu")
+    return found
 
 
 def training_mfu(options: argparse.Namespace, model: Path, seconds: float) -> float:

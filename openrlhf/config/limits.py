@@ -66,7 +66,7 @@ LIMITS: dict[str, Limit] = {
         (
             "train_batch_size micro_train_batch_size max_epochs max_samples max_len logging_steps "
             "max_ckpt_num gradient_checkpointing_every zpg "
-            " ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha "
+            "ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha "
             "muon_ns_steps actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
             "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node "
             "vllm_num_engines vllm_tensor_parallel_size vllm_max_num_seqs vllm_max_num_batched_tokens "
