@@ -9,6 +9,8 @@ from openrlhf.config import PPOConfig
 from openrlhf.workers.group import WorkerGroup
 
 GIB = 2.0**30
+ENGINE_WORKSPACE = 3 * GIB
+"""What an engine takes beside weights and cache: activations, logits, CUDA graphs."""
 
 
 class SharedMemory:
@@ -31,8 +33,7 @@ class SharedMemory:
     def make_room(self, engine_weights: int) -> None:
         """Before the engines take their cache.
 
-        An engine stays within ``vllm_gpu_memory_utilization`` of each GPU, its weights included, so the rest of that
-        share must be free. Models are offloaded one after another until it is; often none has to go.
+        Models are offloaded one after another until :func:`engine_room` is free; often none has to go.
 
         Args:
             engine_weights: bytes of weights that an engine holds on each GPU already.
@@ -43,7 +44,7 @@ class SharedMemory:
         self.release()
         for group in self._groups:
             free, total = min(group.call("room"))
-            if free >= engine_share(self._cfg, total) - engine_weights:
+            if free >= engine_room(self._cfg, total, engine_weights):
                 return
             group.call("offload")
             self._away.append(group)
@@ -72,6 +73,13 @@ class SharedMemory:
         return [answer for call in calls for answer in call.result(self._cfg.rollout_timeout)]
 
 
-def engine_share(cfg: PPOConfig, total: int) -> float:
-    """Bytes of a GPU that engines which share it with the models take while they are awake."""
-    return cfg.vllm_gpu_memory_utilization * total if cfg.vllm_enable_sleep else 0.0
+def engine_room(cfg: PPOConfig, total: int, weights: int) -> float:
+    """Bytes of a GPU that must be free before an engine which has its weights there takes the rest.
+
+    It stays within ``vllm_gpu_memory_utilization``, its weights included, unless the size of its cache is given.
+    """
+    if not cfg.vllm_enable_sleep:
+        return 0.0
+    if cfg.vllm_kv_cache_gib is not None:
+        return cfg.vllm_kv_cache_gib * GIB + ENGINE_WORKSPACE
+    return cfg.vllm_gpu_memory_utilization * total - weights

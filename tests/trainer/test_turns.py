@@ -44,19 +44,21 @@ class Models:
 
 
 @pytest.mark.parametrize(
-    ("free", "gone"),
+    ("free", "cache", "gone"),
     [
-        ((45.0, 46.0), []),  # 0.6 x 80 - 3 of weights = 45 are needed
-        ((46.0, 44.9), ["offload ref"]),  # the fuller GPU decides
-        ((42.0, 42.0), ["offload ref"]),
-        ((41.0, 50.0), ["offload ref", "offload actor"]),
-        ((1.0, 1.0), ["offload ref", "offload actor"]),
+        ((45.0, 46.0), None, []),  # 0.6 x 80 - 3 of weights = 45 are needed
+        ((46.0, 44.9), None, ["offload ref"]),  # the fuller GPU decides
+        ((42.0, 42.0), None, ["offload ref"]),
+        ((41.0, 50.0), None, ["offload ref", "offload actor"]),
+        ((1.0, 1.0), None, ["offload ref", "offload actor"]),
+        ((27.0, 30.0), 24.0, []),  # the cache and 3 to work with
+        ((27.0, 26.9), 24.0, ["offload ref"]),
     ],
 )
 def test_models_go_one_by_one_until_the_share_of_the_engines_is_free(
-    tmp_path: Path, free: tuple[float, float], gone: list[str]
+    tmp_path: Path, free: tuple[float, float], cache: float | None, gone: list[str]
 ) -> None:
-    cfg = replace(config(tmp_path), vllm_enable_sleep=True, vllm_gpu_memory_utilization=0.6)
+    cfg = replace(config(tmp_path), vllm_enable_sleep=True, vllm_gpu_memory_utilization=0.6, vllm_kv_cache_gib=cache)
     gpus, log = Gpus(*free), []
     memory = SharedMemory(cfg, [Models("ref", gpus, 3, log), Models("actor", gpus, 21, log)])  # type: ignore[list-item]
     memory.make_room(3 * int(GIB))
