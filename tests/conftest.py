@@ -18,14 +18,26 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 _status = 0
 
 
+# Folders whose end-to-end tests start whole runs: many processes each, of which a machine should hold one set.
+WHOLE_RUNS = ("e2e", "examples")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side (pytest-xdist), a file's tests share their fixtures in one process; the long files start first."""
-    long = {item.path for item in items if item.get_closest_marker("e2e") or item.get_closest_marker("slow")}
+    """Side by side (pytest-xdist), a file's tests share their fixtures in one process; the long files start first.
+
+    Whole runs come one after the other, beside all else.
+    """
+    runs, long = set(), set()
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
+        if item.get_closest_marker("e2e") and item.path.parent.name in WHOLE_RUNS:
+            item.add_marker(pytest.mark.xdist_group("whole runs"))
+            runs.add(item)
+        elif item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    items.sort(key=lambda item: item.path not in long)
+        if item.get_closest_marker("e2e") or item.get_closest_marker("slow"):
+            long.add(item.path)
+    items.sort(key=lambda item: (item not in runs, item.path not in long))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -102,17 +103,31 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
 
 
 def assert_nothing_left(mark: str, shared_memory_before: set[str], patience: float = 20.0) -> None:
-    """No process of the command lives, and no file in /dev/shm is new; Ray's own processes get a few seconds."""
+    """No process of the command lives, and no file in /dev/shm is left; Ray's own processes get a few seconds."""
     deadline = time.monotonic() + patience
-    while (left := marked_processes(mark)) and time.monotonic() < deadline:
+    while ((left := marked_processes(mark)) or abandoned_shared_memory() - shared_memory_before) and (
+        time.monotonic() < deadline
+    ):
         time.sleep(0.25)
     assert not left, f"processes left behind: {left}"
-    new = shared_memory() - shared_memory_before
+    new = abandoned_shared_memory() - shared_memory_before
     assert not new, f"shared memory left behind: {sorted(new)}"
 
 
 def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
+def abandoned_shared_memory() -> set[str]:
+    """Files in /dev/shm that no process has open or mapped: those of living ones belong to other tests."""
+    entries, held = shared_memory(), set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            held |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.add(os.readlink(link))
+    return {name for name in entries & shared_memory() if f"/dev/shm/{name}" not in held}
 
 
 def read_metrics(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
