@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from serve_helpers import make_reward_model, reference_score, running
+from serve_helpers import ServerProcess, make_reward_model, reference_score, running
 
+from openrlhf.cli.serve_rm import main
 from openrlhf.rollout.rewards import HTTPOptions, HTTPReward, RewardRequest
 from openrlhf.rollout.rewards.http import TOKEN_VARIABLE
 from openrlhf.tools.loading import LoadSettings
@@ -87,6 +88,7 @@ class TestScorer:
 
 @pytest.mark.parametrize("packing", [[], ["--packing_samples"]])
 def test_many_clients_get_the_scores_of_single_requests(model: str, packing: list[str]) -> None:
+    """And requests in flight finish after SIGTERM."""
     scorer = load(model)
     expected = [scorer.score([scorer.encode(text).token_ids])[0] for text in TEXTS]
     with running(model, "--batch_size", "16", *packing) as server, ThreadPoolExecutor(200) as clients:
@@ -100,7 +102,7 @@ def test_many_clients_get_the_scores_of_single_requests(model: str, packing: lis
         assert float(lines["rm_texts_total"]) == 400
         # Requests that came together were scored together.
         assert float(lines["rm_batch_texts_count"]) < 200
-        assert server.stop() == 0
+        stop_while_it_answers(server)
 
 
 def test_limits_and_token(model: str) -> None:
@@ -145,19 +147,19 @@ def test_the_reward_client_survives_a_restart(model: str, monkeypatch: pytest.Mo
             assert scores.result(timeout=200) == pytest.approx(expected, abs=CLOSE)
 
 
-def test_requests_in_flight_finish_after_sigterm(model: str) -> None:
-    with running(model, "--batch_size", "1") as server:
-        body = json.dumps({"query": TEXTS * 2}).encode()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-            head = f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            client.sendall(head.encode() + body)
-            while json.loads(server.get("/health")[1])["waiting"] == 0:
-                time.sleep(0.002)
-            server.process.send_signal(signal.SIGTERM)
-            answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
-        assert answer.startswith(b"HTTP/1.1 200")
-        assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["rewards"]) == 400
-        assert server.process.wait(30) == 0
+def stop_while_it_answers(server: ServerProcess) -> None:
+    """SIGTERM between a request and its answer: the answer comes, and then the end."""
+    body = json.dumps({"query": TEXTS * 4}).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        head = f"POST /get_reward HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        client.sendall(head.encode() + body)
+        while json.loads(server.get("/health")[1])["waiting"] == 0:
+            time.sleep(0.002)
+        server.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert len(json.loads(answer.partition(b"\r\n\r\n")[2])["rewards"]) == len(TEXTS) * 4
+    assert server.process.wait(30) == 0
 
 
 def test_workers_share_the_port_and_are_started_again(model: str) -> None:
@@ -190,32 +192,35 @@ def test_workers_share_the_port_and_are_started_again(model: str) -> None:
 
 class TestStart:
     @staticmethod
-    def failing(*flags: str) -> str:
+    def failing(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+        """What a start in this process says that comes to nothing."""
+        assert main(["--host", "127.0.0.1", *flags]) == 1
+        return capsys.readouterr().err
+
+    def test_a_model_without_a_head(self, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+        message = self.failing(capsys, "--reward_pretrain", f"{model}_base", "--port", "0")
+        assert "has no weight score.weight" in message and "--value_head_prefix" in message
+
+    def test_a_worker_that_cannot_load(self, model: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "openrlhf.cli.serve_rm", "--host", "127.0.0.1", *flags],
+            [sys.executable, "-m", "openrlhf.cli.serve_rm", "--host", "127.0.0.1", "--port", "0"]
+            + ["--reward_pretrain", f"{model}_base", "--workers", "2"],
             capture_output=True,
             text=True,
             timeout=300,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
         assert done.returncode == 1 and "Traceback" not in done.stderr
-        return done.stderr
+        assert "has no weight score.weight" in done.stderr and "before it could serve" in done.stderr
+        assert "serving" not in done.stderr and "starting it again" not in done.stderr
 
-    def test_a_model_without_a_head(self, model: str) -> None:
-        message = self.failing("--reward_pretrain", f"{model}_base", "--port", "0")
-        assert "has no weight score.weight" in message and "--value_head_prefix" in message
-
-    def test_a_worker_that_cannot_load(self, model: str) -> None:
-        message = self.failing("--reward_pretrain", f"{model}_base", "--port", "0", "--workers", "2")
-        assert "has no weight score.weight" in message and "before it could serve" in message
-        assert "serving" not in message and "starting it again" not in message
-
-    def test_a_port_that_is_taken(self, model: str) -> None:
+    def test_a_port_that_is_taken(self, model: str, capsys: pytest.CaptureFixture[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as other:
             port = str(other.getsockname()[1])
-            message = self.failing("--reward_pretrain", model, "--port", port)
+            message = self.failing(capsys, "--reward_pretrain", model, "--port", port)
         assert f"cannot listen on 127.0.0.1 port {port}" in message and "--port" in message
 
-    def test_no_mean_and_std(self, tmp_path: Path) -> None:
+    def test_no_mean_and_std(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = make_reward_model(tmp_path / "rm")
-        assert "needs `mean` and `std`" in self.failing("--reward_pretrain", path, "--port", "0", "--normalize_reward")
+        message = self.failing(capsys, "--reward_pretrain", path, "--port", "0", "--normalize_reward")
+        assert "needs `mean` and `std`" in message

@@ -42,8 +42,8 @@ class FakeEngine:
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Any]]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield [FakeEngine.remote() for _ in range(3)]
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    yield [FakeEngine.remote() for _ in range(2)]
     ray.shutdown()
 
 
@@ -58,15 +58,15 @@ def engines(processes: list[Any], *modes: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_every_engine_gets_every_call_and_its_own_ranks(processes: list[Any]) -> None:
-    chosen = engines(processes, "ok", "ok", "ok")
+    chosen = engines(processes, "ok", "ok")
     client = EngineClient(chosen, workers_per_engine=2, timeout=20)
-    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     client.start_weight_update()
     client.update_weights({"names": ["w"]})
     client.weight_version = 7
     client.finish_weight_update()
     seen = ray.get([engine.seen.remote() for engine in chosen])
-    assert [calls[0]["rank_offset"] for calls in seen] == [1, 3, 5]
+    assert [calls[0]["rank_offset"] for calls in seen] == [1, 3]
     # One sync is three calls an engine, however many parameters there are.
     assert all(calls[1:] == ["start", {"names": ["w"]}, ("finish", 7)] for calls in seen)
 
