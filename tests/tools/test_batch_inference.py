@@ -19,6 +19,9 @@ from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.post_process import conditional_sft, dpo_pairs, post_process, rejection_sampling
 from openrlhf.tools.scoring import RewardScorer
 from openrlhf.utils.tiny_model import make_tiny_model
+from openrlhf.workers.distributed import shutdown
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 SCORED = [
     {"input": "a", "output": "1", "reward": 0.5},
@@ -84,23 +87,36 @@ class TestScoring:
         )
         return [scorer.score([scorer.encode(text).token_ids])[0] for text in texts]
 
-    def run(self, *flags: str, ranks: int = 1) -> None:
-        """In a process of its own: scoring makes a process group."""
-        module = ["-m", "openrlhf.cli.batch_inference"]
-        if ranks > 1:
-            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-            module = [*launcher, "--rdzv-endpoint", "127.0.0.1:0", *module]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    @pytest.fixture
+    def alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No launcher's environment, and after the test none of what the command puts there."""
+        for name in LAUNCHER:
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+
+    def run_two_ranks(self, *flags: str) -> str:
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
         done = subprocess.run(
-            [sys.executable, *module, *flags], capture_output=True, text=True, timeout=300, env=environment
+            [sys.executable, *launcher, "--rdzv-endpoint", "127.0.0.1:0", "-m", "openrlhf.cli.batch_inference", *flags],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.count("wrote") == 1
+        return done.stdout
 
     @pytest.mark.e2e
+    @pytest.mark.usefixtures("alone")
     @pytest.mark.parametrize("ranks", [1, 2])
-    def test_scores_in_the_order_of_the_data(self, tmp_path: Path, model: str, ranks: int) -> None:
-        self.run(*self.flags(tmp_path, model, "--input_template", "Q: {} A: ", "--micro_batch_size", "4"), ranks=ranks)
+    def test_scores_in_the_order_of_the_data(self, tmp_path: Path, model: str, ranks: int, capsys: Any) -> None:
+        flags = self.flags(tmp_path, model, "--input_template", "Q: {} A: ", "--micro_batch_size", "4")
+        if ranks == 1:
+            assert main(flags) == 0
+            told = capsys.readouterr().out
+        else:
+            told = self.run_two_ranks(*flags)
+        assert told.count("wrote") == 1
         rows = read(tmp_path / "out.jsonl")
         assert [row["input"] for row in rows] == [f"Q: {row['question']} A: " for row in self.ROWS]
         assert [row["output"] for row in rows] == [row["answer"] for row in self.ROWS]
@@ -108,30 +124,31 @@ class TestScoring:
         assert [row["reward"] for row in rows] == pytest.approx(expected, abs=3e-6)
         assert len({round(reward, 4) for reward in expected}) == 10
 
-    @pytest.mark.e2e
+    @pytest.mark.usefixtures("alone")
     def test_chat_template_slice_and_pairs(self, tmp_path: Path, model: str) -> None:
         more = ["--apply_chat_template", "--iter", "1", "--rollout_batch_size", "6"]
-        self.run(*self.flags(tmp_path, model, *more))
+        assert main(self.flags(tmp_path, model, *more)) == 0
         rows = read(tmp_path / "out.jsonl")
         assert [row["input"] for row in rows] == [row["question"] + "=" for row in self.ROWS[6:]]
         assert [row["output"] for row in rows] == [row["answer"] + "<eos>" for row in self.ROWS[6:]]
         expected = self.expected(model, [row["question"] + "=" + row["answer"] for row in self.ROWS[6:]])
         assert [row["reward"] for row in rows] == pytest.approx(expected, abs=3e-6)
 
-    def test_refused(self, tmp_path: Path, model: str, capsys: Any) -> None:
-        flags = self.flags(tmp_path, model)
-        for more, words in (
-            (["--iter", "5", "--rollout_batch_size", "2"], "5 slices"),
-            (["--output_key", "solution"], "question, answer"),
-            (["--pretrain", f"{model}_base"], "no weight score.weight"),
-        ):
-            done = subprocess.run(
-                [sys.executable, "-m", "openrlhf.cli.batch_inference", *flags, *more],
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert done.returncode == 1 and words in done.stderr, done.stderr
+    @pytest.mark.usefixtures("alone")
+    @pytest.mark.parametrize(
+        ("more", "words"),
+        [
+            ("--iter 5 --rollout_batch_size 2", "5 slices"),
+            ("--output_key solution", "question, answer"),
+            ("--pretrain {}_base", "no weight score.weight"),
+        ],
+    )
+    def test_refused(self, tmp_path: Path, model: str, capsys: Any, more: str, words: str) -> None:
+        try:
+            assert main([*self.flags(tmp_path, model), *more.format(model).split()]) == 1
+        finally:
+            shutdown()  # the end of the process, elsewhere
+        assert words in capsys.readouterr().err
         assert not (tmp_path / "out.jsonl").exists()
 
     @pytest.mark.parametrize(
@@ -152,42 +169,47 @@ class TestScoring:
         assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
+GENERATE = """
+import json, os, sys
+from vllm import LLM  # imported once for all runs; each has a process of its own, since vLLM keeps threads and memory
+from openrlhf.cli.batch_inference import main
+for arguments in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        code = main(arguments)
+        sys.stderr.flush()
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0, arguments
+"""
+
+
 @pytest.mark.e2e
 def test_generate(tmp_path: Path) -> None:
-    """In processes of their own, since vLLM keeps threads and memory."""
     model = make_tiny_model(tmp_path / "model")
     rows = [{"question": f"{n}+1", "answer": n} for n in range(4)] + [{"question": "1" * 40, "answer": 9}]
     data = write(tmp_path / "prompts.jsonl", rows)
-
-    def run(name: str, *more: str) -> list[dict[str, Any]]:
-        flags = ["--eval_task", "generate_vllm", "--pretrain", model, "--dataset", data, "--param_dtype", "fp32"]
-        flags += ["--input_key", "question", "--apply_chat_template", "--max_new_tokens", "8", "--prompt_max_len", "16"]
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "openrlhf.cli.batch_inference",
-                *flags,
-                "--output_path",
-                str(tmp_path / name),
-                *more,
-            ],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "1 prompts cut to 16 tokens" in done.stderr
-        return read(tmp_path / name)
-
-    sampled = run("all.jsonl", "--best_of_n", "3", "--label_key", "answer")
+    flags = ["--eval_task", "generate_vllm", "--pretrain", model, "--dataset", data, "--param_dtype", "fp32"]
+    flags += ["--input_key", "question", "--apply_chat_template", "--max_new_tokens", "8", "--prompt_max_len", "16"]
+    runs = {
+        "all": ["--best_of_n", "3", "--label_key", "answer"],
+        "slice": ["--best_of_n", "2", "--iter", "1", "--rollout_batch_size", "3"],
+        "greedy": ["--greedy_sampling", "--enable_csft"],
+    }
+    jobs = [[*flags, "--output_path", str(tmp_path / f"{name}.jsonl"), *more] for name, more in runs.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE, json.dumps(jobs)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("1 prompts cut to 16 tokens") == 3
+    sampled, sliced, greedy = (read(tmp_path / f"{name}.jsonl") for name in runs)
     assert [row["input"] for row in sampled] == [row["question"] + "=" for row in rows for _ in range(3)]
     assert [row["label"] for row in sampled] == [row["answer"] for row in rows for _ in range(3)]
     outputs = [row["output"] for row in sampled]
     assert len(set(outputs)) > 10 and all(0 < len(text) <= 60 and "<eos>" not in text for text in outputs[:3])
     # A slice of the data gets the same samples.
-    sliced = run("slice.jsonl", "--best_of_n", "2", "--iter", "1", "--rollout_batch_size", "3")
     assert [row["output"] for row in sliced] == [outputs[i] for i in (9, 10, 12, 13)]
-    greedy = run("greedy.jsonl", "--greedy_sampling", "--enable_csft")
     assert [row["input"] for row in greedy] == [f"{row['question']}= <rm_score>: 5.00 " for row in rows]
