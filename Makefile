@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 SOURCES := openrlhf tests examples benchmarks setup.py
 SEED ?= 0
-# Test files side by side. Whole PPO runs fill the machine by themselves, and are left out of it.
+# Test files side by side; whole PPO runs one after the other beside them (tests/conftest.py).
 BESIDE := -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help setup smollm2-setup demo demo-seeds test test-unit test-peers lint format types docs clean
@@ -31,8 +31,7 @@ demo-seeds: setup ## the demo's two stages for three seeds, and the lift of each
 
 test: setup ## the whole suite that needs no GPU (25 minutes on two cores)
 	@tests/slurm_setup.sh
-	@$(PY) -m pytest -m "not gpu" $(BESIDE) --ignore=tests/e2e --ignore=tests/examples
-	@$(PY) -m pytest -m "not gpu" tests/e2e tests/examples
+	@$(PY) -m pytest -m "not gpu" $(BESIDE)
 
 test-unit: setup ## what starts no engine: a minute or two
 	@$(PY) -m pytest -m "not gpu and not e2e and not slow" $(BESIDE)
