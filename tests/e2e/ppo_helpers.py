@@ -120,14 +120,25 @@ def shared_memory() -> set[str]:
 
 def abandoned_shared_memory() -> set[str]:
     """Files in /dev/shm that no process has open or mapped: those of living ones belong to other tests."""
-    entries, held = shared_memory(), set()
+    files: dict[int, str] = {}
+    for entry in Path("/dev/shm").iterdir():
+        with contextlib.suppress(OSError):  # it was removed meanwhile
+            files[entry.stat().st_ino] = entry.name
+    device = Path("/dev/shm").stat().st_dev
+    mapped = f"{os.major(device):02x}:{os.minor(device):02x}"
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            held |= {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            # Semaphores are mapped under another name than they get.
+            for line in (process / "maps").read_text().splitlines():
+                _, _, _, place, inode, *_ = line.split(maxsplit=5)
+                if place == mapped:
+                    files.pop(int(inode), None)
             for link in (process / "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    held.add(os.readlink(link))
-    return {name for name in entries & shared_memory() if f"/dev/shm/{name}" not in held}
+                    found = link.stat()
+                    if found.st_dev == device:
+                        files.pop(found.st_ino, None)
+    return set(files.values()) & shared_memory()
 
 
 def read_metrics(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
