@@ -5,34 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from openrlhf.cli.common import run_tool
 from openrlhf.config import parse_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then run.
-
-    Returns:
-        The exit status: 0, or 1 for a failure that was explained; nothing is written then.
-    """
-    cfg = parse_cli("batch_inference", list(sys.argv[1:] if argv is None else argv))
+    """Parse and check the flags, then run; the exit status is that of :func:`run_tool`."""
+    cfg = parse_cli("batch_inference", argv)
     from openrlhf import platform
 
     platform.prepare_process()
-    from openrlhf.datasets.sources import DataError
-    from openrlhf.models.attention import PackingError
-    from openrlhf.models.loading import ModelLoadError
     from openrlhf.tools.batch_inference import run
-    from openrlhf.tools.errors import ToolError
-    from openrlhf.workers.distributed import DistributedError
 
-    try:
-        told = run(cfg)
-    except (DataError, DistributedError, ModelLoadError, PackingError, ToolError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if told:
-        print(told)
-    return 0
+    return run_tool(run, cfg)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from openrlhf.cli.common import with_task
 from openrlhf.config import parse_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then score samples. The first word is short for ``--task``.
+    """Parse and check the flags, then score samples.
 
     Returns:
         The exit status: 0, or 1 for a failure that was explained, a sample without a reward included.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-") and "=" not in words[0]:
-        words.insert(0, "--task")
-    cfg = parse_cli("reward", words)
+    cfg = parse_cli("reward", with_task(argv))
     from openrlhf.tools.report import print_report
     from openrlhf.tools.reward_test import reward_test
 

@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 1 for a failure that was explained.
     """
-    cfg = parse_cli("serve_rm", list(sys.argv[1:] if argv is None else argv))
+    cfg = parse_cli("serve_rm", argv)
     from openrlhf.models.attention import PackingError
     from openrlhf.models.loading import ModelLoadError
     from openrlhf.serve.server import serve

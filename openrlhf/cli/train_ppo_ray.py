@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 for a failure that was explained, 130 after Ctrl-C.
     """
-    cfg = parse_cli("train_ppo_ray", list(sys.argv[1:] if argv is None else argv))
+    cfg = parse_cli("train_ppo_ray", argv)
     from openrlhf.trainer.ppo_run import run
 
     return run(cfg)

@@ -5,22 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from openrlhf.config import parse_cli
+from openrlhf.cli.common import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then train.
-
-    Returns:
-        The exit status: 0, or 1 for a failure that was explained.
-    """
-    cfg = parse_cli("train_rm", list(sys.argv[1:] if argv is None else argv))
-    from openrlhf import platform
-
-    platform.prepare_process()
-    from openrlhf.trainer.reward_model import run
-
-    return run(cfg)
+    """See :func:`openrlhf.cli.common.train`."""
+    return train("train_rm", "openrlhf.trainer.reward_model", argv)
 
 
 if __name__ == "__main__":

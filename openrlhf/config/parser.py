@@ -38,12 +38,12 @@ class Parsed:
     violations: list[Violation]
 
 
-def parse_cli(command: str, argv: Sequence[str]) -> Any:
+def parse_cli(command: str, argv: Sequence[str] | None = None) -> Any:
     """Parse, complete and check a command line. Prints notes to stderr, where several ranks run on the first.
 
     Args:
         command: one of `COMMANDS`.
-        argv: the arguments after the command's name.
+        argv: the arguments after the command's name; None = those of this process.
 
     Returns:
         An instance of the command's config class.
@@ -51,7 +51,7 @@ def parse_cli(command: str, argv: Sequence[str]) -> Any:
     Raises:
         SystemExit: 0 after ``--help``; 2 after printing everything that is wrong.
     """
-    written = read_command_line(COMMANDS[command].config, command, argv)
+    written = read_command_line(COMMANDS[command].config, command, sys.argv[1:] if argv is None else argv)
     if written.help:
         print(format_help(command))
         raise SystemExit(0)

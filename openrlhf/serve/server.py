@@ -93,16 +93,9 @@ def _serve_here(cfg: ServeRMConfig, sock: socket.socket, index: int, on_ready: A
     assert cfg.reward_pretrain is not None
     if cfg.use_ms:
         use_modelscope()
-    settings = LoadSettings(
-        param_dtype=cfg.param_dtype,
-        attn_implementation=cfg.attn_implementation,
-        packing_samples=cfg.packing_samples,
-        load_in_4bit=cfg.load_in_4bit,
-        experts_implementation=cfg.experts_implementation,
-    )
     scorer = RewardScorer.load(
         cfg.reward_pretrain,
-        settings,
+        LoadSettings.of(cfg),
         head_prefix=cfg.value_head_prefix,
         max_len=cfg.max_len,
         normalize=cfg.normalize_reward,

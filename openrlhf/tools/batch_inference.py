@@ -226,13 +226,7 @@ def score(cfg: BatchInferenceConfig, rows: Dataset, world: World) -> list[Row]:
     require_columns(rows, {"input_key": cfg.input_key, "output_key": cfg.output_key}, str(cfg.dataset))
     scorer = RewardScorer.load(
         cfg.pretrain,
-        LoadSettings(
-            cfg.param_dtype,
-            cfg.attn_implementation,
-            cfg.packing_samples,
-            cfg.load_in_4bit,
-            cfg.experts_implementation,
-        ),
+        LoadSettings.of(cfg),
         head_prefix=cfg.value_head_prefix,
         max_len=cfg.max_len,
         normalize=False,

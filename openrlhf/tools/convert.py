@@ -24,7 +24,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import EngineSettings, LoadSettings, load_for_inference, require_head
+from openrlhf.tools.loading import LoadSettings, load_for_inference, require_head
 from openrlhf.tools.lora import named_state
 from openrlhf.tools.output import check_output, mark
 from openrlhf.tools.verify import answers, require_same
@@ -300,9 +300,7 @@ def _fresh_engine(cfg: ConvertConfig) -> TrainEngine:
     """The engine of a run that starts from ``--pretrain``, after ``--resume_step`` steps that changed nothing."""
     assert cfg.pretrain
     # one rank would run ZeRO-3 as ZeRO-2 if it were not for a universal checkpoint
-    settings = EngineSettings(
-        param_dtype=cfg.param_dtype, zero_stage=cfg.zero_stage, packing_samples=False, use_ds_universal_ckpt=True
-    )
+    settings = LoadSettings(param_dtype=cfg.param_dtype, zero_stage=cfg.zero_stage, use_ds_universal_ckpt=True)
     module: nn.Module
     if cfg.is_rm:
         require_head(cfg.pretrain, cfg.value_head_prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,45 +11,24 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
 from openrlhf.models.loading import DTYPES, ModelLoadError, load_causal_lm, load_sequence_regression
 
 DEFAULT_HEAD = "score"
 
 
-@dataclass
-class LoadSettings:
-    """The flags that decide how a model is loaded; those of training are off."""
+@dataclass(kw_only=True)
+class LoadSettings(ModelOptions, DeepSpeedOptions):
+    """The flags that decide how a model is loaded, and how an engine runs it; those of training are off."""
 
     param_dtype: str = "fp32"
-    attn_implementation: str = "auto"
-    packing_samples: bool = False
-    load_in_4bit: bool = False
-    experts_implementation: str | None = None
-    gradient_checkpointing: bool = False
-    gradient_checkpointing_every: int = 1
-    gradient_checkpointing_use_reentrant: bool = False
-    use_liger_kernel: bool = False
     zero_stage: int = 0
     seed: int = 0
-    lora_rank: int = 0
-    lora_alpha: int = 16
-    lora_dropout: float = 0.0
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
 
-
-@dataclass
-class EngineSettings(LoadSettings):
-    """Besides, the flags of a training engine."""
-
-    packing_samples: bool = True
-    adam_offload: bool = False
-    zpg: int = 1
-    overlap_comm: bool = False
-    grad_accum_dtype: str | None = None
-    max_norm: float = 1.0
-    ring_attn_size: int = 1
-    ds_tensor_parallel_size: int = 1
-    use_ds_universal_ckpt: bool = False
+    @classmethod
+    def of(cls, cfg: LoadOptions) -> LoadSettings:
+        """As the flags of a command say that has those of loading only."""
+        return cls(**{field.name: getattr(cfg, field.name) for field in fields(LoadOptions)})
 
 
 def load_for_inference(path: str, settings: LoadSettings, *, is_rm: bool, head_prefix: str = DEFAULT_HEAD) -> nn.Module:

@@ -25,7 +25,6 @@ from openrlhf.trainer.supervised import (
     open_tokenizer,
     optimizer_specs,
     read_data,
-    run_command,
     total_steps,
 )
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -109,8 +108,3 @@ def train(cfg: DPOConfig, world: World) -> None:
     trainer = DPOTrainer(cfg, world, engine, tokenizer, data, eval_data, steps)
     trainer.reference, trainer.eval_reference = reference, eval_reference
     trainer.fit()
-
-
-def run(cfg: DPOConfig) -> int:
-    """Train; returns the exit status."""
-    return run_command(cfg, train)

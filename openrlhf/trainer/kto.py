@@ -26,7 +26,6 @@ from openrlhf.trainer.supervised import (
     open_tokenizer,
     optimizer_specs,
     read_data,
-    run_command,
     total_steps,
 )
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -184,8 +183,3 @@ def train(cfg: KTOConfig, world: World) -> None:
     for name, value in prepared.items():
         setattr(trainer, name, value)
     trainer.fit()
-
-
-def run(cfg: KTOConfig) -> int:
-    """Train; returns the exit status."""
-    return run_command(cfg, train)

@@ -21,7 +21,6 @@ from openrlhf.trainer.supervised import (
     open_tokenizer,
     optimizer_specs,
     read_data,
-    run_command,
     total_steps,
 )
 from openrlhf.utils.logging import get_logger
@@ -130,8 +129,3 @@ def train(cfg: RMConfig, world: World) -> None:
     reward = TrainedRewardModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
     engine = TrainEngine(reward, cfg, optimizer, scheduler)
     RewardModelTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()
-
-
-def run(cfg: RMConfig) -> int:
-    """Train; returns the exit status."""
-    return run_command(cfg, train)

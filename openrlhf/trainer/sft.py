@@ -31,7 +31,6 @@ from openrlhf.trainer.supervised import (
     optimizer_specs,
     read_rows,
     reduce_metrics,
-    run_command,
     total_steps,
 )
 from openrlhf.workers.backoff import MemoryBackoff
@@ -143,8 +142,3 @@ def train(cfg: SFTConfig, world: World) -> None:
     policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
     engine = TrainEngine(policy, cfg, optimizer, scheduler)
     SFTTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()
-
-
-def run(cfg: SFTConfig) -> int:
-    """Train; returns the exit status."""
-    return run_command(cfg, train)

@@ -19,7 +19,7 @@ from openrlhf import platform
 from openrlhf.batching import pack
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel, RewardModel
-from openrlhf.tools.loading import EngineSettings
+from openrlhf.tools.loading import LoadSettings
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, all_reduce_sum, init_distributed, shutdown
 
@@ -39,7 +39,7 @@ def build(folder: Path, name: str, **changes: Any) -> TrainEngine:
     """The engine of a case."""
     case = {**CASES[name], **changes}
     model = case.pop("model", "plain")
-    options = EngineSettings(**case)
+    options = LoadSettings(packing_samples=True, **case)
     wrapped: nn.Module
     if model == "rm":
         loaded = load_sequence_regression(str(folder / "plain"), options, head_prefix="value_head", init_head=True)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tool_helpers import commands, contents, make_reward_model, page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.cli import train_sft
+from openrlhf.cli import train_rm, train_sft
 from openrlhf.cli.convert import main
 from openrlhf.trainer import supervised
 from openrlhf.utils.process import free_port
@@ -96,6 +96,20 @@ def test_zero2hf_gives_what_training_saves(folder: Path, tmp_path: Path, capsys:
     assert config["dtype"] == ("bfloat16" if name == "zero3_bf16" else "float32")
     if name != "rm":
         AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+
+
+def test_a_checkpoint_of_train_rm_becomes_the_model_that_it_saved(folder: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "0"}) for a in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    words = ["--pretrain", str(folder / "plain"), "--dataset", str(tmp_path / "pairs.jsonl"), "--prompt_key", "prompt"]
+    words += ["--train_batch_size", "4", "--micro_train_batch_size", "4", "--param_dtype", "fp32", "--save_steps", "1"]
+    words += ["--save_path", str(tmp_path / "model"), "--ckpt_path", str(tmp_path / "ckpt")]
+    assert train_rm.main(words) == 0
+    flags = ["--ckpt_path", str(tmp_path / "ckpt"), "--pretrain", str(folder / "plain"), "--is_rm"]
+    assert main(["zero2hf", *flags, "--param_dtype", "fp32", "--output_path", str(tmp_path / "hf")]) == 0
+    ours, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "model"))
+    assert "score.weight" in ours and ours.keys() == saved.keys()
+    assert all(torch.equal(ours[name], saved[name]) for name in ours)
 
 
 def test_universal_checkpoints_resume_on_another_number_of_ranks(folder: Path, capsys: Any) -> None:

@@ -1,0 +1,61 @@
+"""What the commands have in common: reading the command line, and telling of a failure that explains itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from openrlhf.config import parse_cli
+
+
+def train(command: str, module: str, argv: Sequence[str] | None) -> int:
+    """Parse and check the flags, then train in this process, a rank of the job.
+
+    Args:
+        command: its name.
+        module: where its ``train`` is.
+        argv: the arguments; None = those of the process.
+
+    Returns:
+        The exit status: 0, or 1 for a failure that was explained.
+    """
+    cfg = parse_cli(command, argv)
+    # Nothing heavy is imported before the flags are known to be right.
+    from openrlhf import platform
+
+    platform.prepare_process()
+    from openrlhf.trainer.supervised import run_command
+
+    return run_command(cfg, importlib.import_module(module).train)
+
+
+def with_task(argv: Sequence[str] | None) -> list[str]:
+    """The words of a command line (None: those of the process), the first of which is short for ``--task``."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    short = bool(words) and not words[0].startswith("-") and "=" not in words[0]
+    return ["--task"] * short + words
+
+
+def run_tool(tool: Callable[[Any], str], cfg: Any) -> int:
+    """Run a tool and print its sentence about what was done, or why nothing was.
+
+    Returns:
+        The exit status: 0, or 1 for a failure that was explained; nothing is written then.
+    """
+    from openrlhf.datasets.sources import DataError
+    from openrlhf.models.attention import PackingError
+    from openrlhf.models.loading import ModelLoadError
+    from openrlhf.tools.errors import ToolError
+    from openrlhf.workers.checkpoint_files import CheckpointError
+    from openrlhf.workers.distributed import DistributedError
+
+    try:
+        told = tool(cfg)
+    except (CheckpointError, DataError, DistributedError, ModelLoadError, PackingError, ToolError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if told:
+        print(told)
+    return 0
