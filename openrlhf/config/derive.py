@@ -36,17 +36,17 @@ class Derived:
 
     data_parallel_size: int
     micro_batches_per_step: int | None
-    samples_per_rollout: int | None
-    steps_per_rollout: int | None
-    forward_micro_batches: int | None
     num_rows: int | None
-    num_rollouts: int | None
     total_steps: int | None
     warmup_steps: int | None
-    prompt_limit: int | None
-    response_limit: int | None
     gpus: Mapping[str, int]
     total_gpus: int
+    samples_per_rollout: int | None = None
+    steps_per_rollout: int | None = None
+    forward_micro_batches: int | None = None
+    num_rollouts: int | None = None
+    prompt_limit: int | None = None
+    response_limit: int | None = None
 
 
 def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1) -> Derived:
@@ -69,15 +69,9 @@ def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1
     return Derived(
         data_parallel_size=ranks,
         micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks),
-        samples_per_rollout=None,
-        steps_per_rollout=None,
-        forward_micro_batches=None,
         num_rows=num_rows,
-        num_rollouts=None,
         total_steps=total,
         warmup_steps=_warmup(cfg, total),
-        prompt_limit=None,
-        response_limit=None,
         gpus={"model": world_size},
         total_gpus=world_size,
     )
@@ -152,7 +146,11 @@ def prompt_limit(cfg: PPOConfig) -> int:
 
 
 def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
-    """GPUs of each role that exists, and of the whole job."""
+    """GPUs of each role that exists, in the order in which they are started, and of the whole job.
+
+    No reference model without a KL coefficient, no critic without GAE, no reward model when rewards come from a
+    function, a server or an agent; no engines when rollouts are loaded, and nothing else when only they are wanted.
+    """
     engines = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
     if cfg.rollout_only:
         return {"engines": engines}, engines
@@ -165,15 +163,17 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
         gpus["reward"] = cfg.reward_num_nodes * cfg.reward_num_gpus_per_node
     if not cfg.load_rollouts:
         gpus["engines"] = engines
-    guests: set[str] = set()
-    if cfg.colocate_all_models:
-        guests = {"ref", "critic", "reward"} | (set() if cfg.async_train else {"engines"})
-    else:
-        if cfg.colocate_actor_ref:
-            guests.add("ref")
-        if cfg.colocate_critic_reward and "critic" in gpus:
-            guests.add("reward")
+    guests = {role for roles in sharing_roles(cfg) for role in [r for r in roles if r in gpus][1:]}
     return gpus, sum(count for role, count in gpus.items() if role not in guests)
+
+
+def sharing_roles(cfg: PPOConfig) -> list[tuple[str, ...]]:
+    """Roles that share their GPUs with one another where they exist, the actor first."""
+    if cfg.colocate_all_models:
+        models = ("actor", "ref", "critic", "reward")
+        return [models if cfg.async_train else (*models, "engines")]
+    pairs = ((cfg.colocate_actor_ref, ("actor", "ref")), (cfg.colocate_critic_reward, ("critic", "reward")))
+    return [roles for share, roles in pairs if share]
 
 
 def count_rows(cfg: TrainerOptions) -> int | None:

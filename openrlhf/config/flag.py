@@ -48,35 +48,9 @@ class FlagInfo:
     verbatim: bool = False
 
 
-def flag(
-    default: Any,
-    help: str,
-    *dotted: str,
-    negated: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    extensible: bool = False,
-    value_aliases: Mapping[str, str] | None = None,
-    secret: bool = False,
-    since: str = "0.9",
-    no_effect: str = "",
-    min_values: int | None = None,
-    verbatim: bool = False,
-) -> Any:
+def flag(default: Any, help: str, *dotted: str, **declared: Any) -> Any:
     """Declare a flag; the result is a dataclass field. See `FlagInfo` for the arguments."""
-    info = FlagInfo(
-        help=help,
-        dotted=dotted,
-        negated=negated,
-        choices=choices,
-        extensible=extensible,
-        value_aliases=value_aliases or {},
-        secret=secret,
-        since=since,
-        no_effect=no_effect,
-        min_values=min_values,
-        verbatim=verbatim,
-    )
-    return _field(default, info)
+    return _field(default, FlagInfo(help, dotted, **declared))
 
 
 def redefault(group: type, name: str, default: Any) -> Any:
@@ -123,13 +97,9 @@ class OptionGroup:
     title: ClassVar[str] = ""
 
 
+@functools.cache
 def flag_specs(config_class: type) -> dict[str, FlagSpec]:
     """All flags of a config class, by canonical name, in the order of their groups."""
-    return _flag_specs(config_class)
-
-
-@functools.cache
-def _flag_specs(config_class: type) -> dict[str, FlagSpec]:
     hints = typing.get_type_hints(config_class)
     specs = {}
     for field in dataclasses.fields(config_class):

@@ -72,13 +72,10 @@ def name_table(config_class: type) -> dict[str, Target]:
     specs = flag_specs(config_class)
     table: dict[str, Target] = {name: Target(name) for name in specs}
     for name, spec in specs.items():
-        for dotted in spec.info.dotted:
+        for dotted in (*spec.info.dotted, *spec.info.negated):
             # Both "adam.lr" and "actor.adam.lr" name one flag; only the second leaves the critic alone.
             actor_only = dotted.startswith("actor.") and f"critic_{name}" in specs
-            _add(table, underscored(dotted), Target(name, actor_only=actor_only))
-        for dotted in spec.info.negated:
-            actor_only = dotted.startswith("actor.") and f"critic_{name}" in specs
-            _add(table, underscored(dotted), Target(name, negated=True, actor_only=actor_only))
+            _add(table, underscored(dotted), Target(name, dotted in spec.info.negated, actor_only=actor_only))
     for spelling, retired in RETIRED.items():
         if retired.flag in specs:
             _add(table, spelling, Target(retired.flag, retired=retired))

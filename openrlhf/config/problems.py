@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ class Violation:
     flag: str
     problem: str
     fix: str
+
+
+def not_there(flag: str, what: str) -> Violation:
+    """For a path that does not exist.
+
+    Args:
+        what: the path, and before it, if known, what it should be.
+    """
+    return Violation(flag, f"there is no {what} here ({os.getcwd()})", "check the path")
 
 
 class ConfigError(Exception):

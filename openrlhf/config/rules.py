@@ -23,13 +23,14 @@ from openrlhf.config.commands import (
     TrainerOptions,
 )
 from openrlhf.config.datasource import FILE_SUFFIXES, Source, looks_local, parse_sources
+from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_value
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
 from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
-from openrlhf.config.problems import Violation
-from openrlhf.config.rules_ppo import check_ppo, check_reward_sources, explain_division, nearest_multiples
+from openrlhf.config.problems import Violation, not_there
+from openrlhf.config.rules_ppo import check_division, check_ppo, check_reward_sources, nearest_multiples
 from openrlhf.config.unsupported import unsupported
 from openrlhf.config.values import show_value
 
@@ -76,36 +77,37 @@ def validate(command: str, cfg: Any, explicit: frozenset[str] = frozenset(), wor
     return violations
 
 
+# What a command can't do without: config class, flag, and what to give.
+REQUIRED: tuple[tuple[type, str, str], ...] = (
+    (ModelOptions, "pretrain", "a model to start from: a local folder or a hub id"),
+    (SupervisedDataOptions, "dataset", "data to train on: a file, a folder or a hub id"),
+    (PPOConfig, "prompt_data", "prompts to train on: a file, a folder or a hub id"),
+    (ServeRMConfig, "reward_pretrain", "the reward model to serve: a local folder or a hub id"),
+    (LoraCombinerConfig, "model_path", "the base model: a local folder or a hub id"),
+    (LoraCombinerConfig, "lora_path", "the folder of the adapter"),
+    (LoraCombinerConfig, "output_path", "a folder for the result"),
+    (ConvertConfig, "task", "zero2hf, universal or hf2resume"),
+    (ConvertConfig, "ckpt_path", "the folder of the checkpoints"),
+    (BatchInferenceConfig, "eval_task", "generate_vllm or rm"),
+    (BatchInferenceConfig, "pretrain", "the model: a local folder or a hub id"),
+    (BatchInferenceConfig, "dataset", "data: a file, a folder or a hub id"),
+    (BatchInferenceConfig, "output_path", "a file for the result"),
+    (RewardTestConfig, "task", "test"),
+    (RewardTestConfig, "remote_rm_url", "a .py file that defines reward_func, or URLs"),
+)
+REQUIRED_BY_TASK: dict[str | None, dict[str, str]] = {
+    "hf2resume": {"pretrain": "the Hugging Face folder that has the weights"},
+    "zero2hf": {
+        "pretrain": "the model that the run started from: it has the configuration and the tokenizer",
+        "output_path": "a folder for the result",
+    },
+}
+
+
 def _check_required(cfg: Any) -> Iterator[Violation]:
-    needed: dict[str, str] = {}
-    if isinstance(cfg, ModelOptions):
-        needed["pretrain"] = "a model to start from: a local folder or a hub id"
-    if isinstance(cfg, SupervisedDataOptions):
-        needed["dataset"] = "data to train on: a file, a folder or a hub id"
-    if isinstance(cfg, PPOConfig):
-        needed["prompt_data"] = "prompts to train on: a file, a folder or a hub id"
-    if isinstance(cfg, ServeRMConfig):
-        needed["reward_pretrain"] = "the reward model to serve: a local folder or a hub id"
-    if isinstance(cfg, LoraCombinerConfig):
-        needed["model_path"] = "the base model: a local folder or a hub id"
-        needed["lora_path"] = "the folder of the adapter"
-        needed["output_path"] = "a folder for the result"
+    needed = {flag: what for kind, flag, what in REQUIRED if isinstance(cfg, kind)}
     if isinstance(cfg, ConvertConfig):
-        needed["task"] = "zero2hf, universal or hf2resume"
-        needed["ckpt_path"] = "the folder of the checkpoints"
-        if cfg.task == "hf2resume":
-            needed["pretrain"] = "the Hugging Face folder that has the weights"
-        if cfg.task == "zero2hf":
-            needed["pretrain"] = "the model that the run started from: it has the configuration and the tokenizer"
-            needed["output_path"] = "a folder for the result"
-    if isinstance(cfg, BatchInferenceConfig):
-        needed["eval_task"] = "generate_vllm or rm"
-        needed["pretrain"] = "the model: a local folder or a hub id"
-        needed["dataset"] = "data: a file, a folder or a hub id"
-        needed["output_path"] = "a file for the result"
-    if isinstance(cfg, RewardTestConfig):
-        needed["task"] = "test"
-        needed["remote_rm_url"] = "a .py file that defines reward_func, or URLs"
+        needed |= REQUIRED_BY_TASK.get(cfg.task, {})
     for flag, what in needed.items():
         if not getattr(cfg, flag):
             yield Violation(flag, "is missing", f"give {what}")
@@ -119,7 +121,7 @@ def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
         if cfg.param_dtype == "fp16":
             yield Violation("param_dtype", "hf2resume works on the CPU, which does not train in fp16", "use bf16")
     elif cfg.ckpt_path and not Path(cfg.ckpt_path).expanduser().is_dir():
-        yield Violation("ckpt_path", f"there is no folder {cfg.ckpt_path} here ({os.getcwd()})", "check the path")
+        yield not_there("ckpt_path", f"folder {cfg.ckpt_path}")
 
 
 def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
@@ -134,7 +136,7 @@ def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
             "output_key", "is missing", "name the column with the responses, or with --label_key the labels"
         )
     if cfg.load_rollouts and not Path(cfg.load_rollouts).expanduser().exists():
-        yield Violation("load_rollouts", f"there is no {cfg.load_rollouts} here ({os.getcwd()})", "check the path")
+        yield not_there("load_rollouts", cfg.load_rollouts)
     if cfg.apply_chat_template and not cfg.pretrain:
         yield Violation("pretrain", "is missing: the chat template is a tokenizer's", "name the model")
 
@@ -172,7 +174,7 @@ def _check_models(cfg: Any) -> Iterator[Violation]:
                 flag_value(cfg, "reward_pretrain"),
             ):
                 continue
-            yield Violation(flag, f"there is no folder {path} here ({os.getcwd()})", "check the path")
+            yield not_there(flag, f"folder {path}")
 
 
 def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
@@ -281,9 +283,9 @@ def _check_source(flag: str, source: Source) -> Iterator[Violation]:
         problem = f"{source.path}: files end in one of {', '.join(FILE_SUFFIXES)}, in lower case"
         yield Violation(flag, problem, "rename or convert the file")
     elif source.is_file and not Path(source.path).expanduser().is_file():
-        yield Violation(flag, f"there is no file {source.path} here ({os.getcwd()})", "check the path")
+        yield not_there(flag, f"file {source.path}")
     elif source.looks_local and not Path(source.path).expanduser().exists():
-        yield Violation(flag, f"there is no {source.path} here ({os.getcwd()})", "check the path")
+        yield not_there(flag, source.path)
 
 
 def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: str) -> Iterator[Violation]:
@@ -342,7 +344,7 @@ def _check_supervised(cfg: SupervisedOptions) -> Iterator[Violation]:
 
 
 def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterator[Violation]:
-    model_size = cfg.ring_attn_size * cfg.ds_tensor_parallel_size
+    model_size = data_copies(cfg)
     if world_size % model_size:
         yield Violation(
             "ring_attn_size",
@@ -350,11 +352,4 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
             f"start {' or '.join(map(str, nearest_multiples(world_size, model_size)))} ranks",
         )
         return
-    ranks = world_size // model_size
-    unit = cfg.micro_train_batch_size * ranks
-    if cfg.train_batch_size % unit:
-        yield Violation(
-            "train_batch_size",
-            explain_division(cfg.train_batch_size, cfg.micro_train_batch_size, ranks),
-            "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(cfg.train_batch_size, unit)),
-        )
+    yield from check_division(cfg.train_batch_size, cfg.micro_train_batch_size, world_size // model_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from openrlhf.config.commands import PPOConfig
 from openrlhf.config.derive import data_copies, gpus_per_role
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
-from openrlhf.config.problems import Violation
+from openrlhf.config.problems import Violation, not_there
 from openrlhf.config.reward_sources import (
     BUILTIN_PREFIX,
     RewardSourceError,
@@ -132,7 +131,7 @@ def _check_python_file(flag: str, path: str | None, defines: str) -> Iterator[Vi
         kinds = "a URL (http://...) or a .py file" if flag == "remote_rm_url" else "a .py file"
         yield Violation(flag, f"{path!r} is not {kinds}", f"give a file that defines {defines}")
     elif not Path(path).expanduser().is_file():
-        yield Violation(flag, f"there is no file {path} here ({os.getcwd()})", "check the path")
+        yield not_there(flag, f"file {path}")
 
 
 def _check_algorithms(cfg: PPOConfig) -> Iterator[Violation]:
@@ -233,7 +232,7 @@ def _check_dumps(cfg: PPOConfig) -> Iterator[Violation]:
             yield Violation("rollout_only", f"has no model to train, which --{flag} is about", f"leave out --{flag}")
     if cfg.load_rollouts:
         if not Path(cfg.load_rollouts).expanduser().exists():
-            yield Violation("load_rollouts", f"there is no {cfg.load_rollouts} here ({os.getcwd()})", "check the path")
+            yield not_there("load_rollouts", cfg.load_rollouts)
         if cfg.async_train:
             yield Violation("load_rollouts", "has nothing to generate while it trains", "leave out --async_train")
     if cfg.dump_rollouts and not cfg.load_checkpoint and any(Path(cfg.dump_rollouts).glob("rollout_step_*.jsonl")):
@@ -306,12 +305,8 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
         if batch < ranks:
             problem = f"{batch} samples are less than one for each of {ranks} ranks"
             yield Violation("train_batch_size", problem, f"use {ranks} or more")
-    elif batch % (micro * ranks):
-        yield Violation(
-            "train_batch_size",
-            explain_division(batch, micro, ranks),
-            "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(batch, micro * ranks)),
-        )
+    else:
+        yield from check_division(batch, micro, ranks)
     prompts, n = cfg.rollout_batch_size, cfg.n_samples_per_prompt
     whole_groups = batch % n == 0 or n > batch  # otherwise steps are a little smaller than the batch
     if (prompts * n) % batch and whole_groups:
@@ -372,12 +367,15 @@ def _size(cfg: PPOConfig, role: str) -> tuple[int, int]:
     return getattr(cfg, f"{role}_num_nodes"), getattr(cfg, f"{role}_num_gpus_per_node")
 
 
-def explain_division(batch: int, micro: int, ranks: int) -> str:
-    """The sentence for a batch that doesn't split into whole micro-batches on every rank."""
-    return (
-        f"{batch} samples don't split into micro-batches of {micro} on {ranks} ranks: "
-        f"{batch} is no multiple of {micro} x {ranks} = {micro * ranks}"
-    )
+def check_division(batch: int, micro: int, ranks: int) -> Iterator[Violation]:
+    """The samples of a step must split into whole micro-batches on every rank."""
+    if batch % (micro * ranks):
+        yield Violation(
+            "train_batch_size",
+            f"{batch} samples don't split into micro-batches of {micro} on {ranks} ranks: "
+            f"{batch} is no multiple of {micro} x {ranks} = {micro * ranks}",
+            "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(batch, micro * ranks)),
+        )
 
 
 def nearest_multiples(number: int, unit: int) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from openrlhf.config import foreign
 from openrlhf.config.flag import FlagSpec, flag_specs
-from openrlhf.config.names import Target, UnknownName, resolve
+from openrlhf.config.names import Target, UnknownName, name_table, resolve, underscored
 from openrlhf.config.problems import Violation
 from openrlhf.config.values import FALSE_WORDS, TRUE_WORDS, convert
 
@@ -125,7 +125,7 @@ def _read_flag(config_class: type, token: str, tokens: _Tokens, written: Written
         if not raw and spec.count != 0:
             written.violations.append(Violation(target.flag, "needs a value", f"write {token} VALUE"))
             return
-    _assign(config_class, target, raw, COMMAND_LINE, name, written)
+    _assign(config_class, target, raw, COMMAND_LINE, written)
 
 
 def _take_values(config_class: type, spec: FlagSpec, tokens: _Tokens) -> list[str]:
@@ -151,13 +151,7 @@ def _is_number(text: str) -> bool:
 
 def _is_override(config_class: type, token: str) -> bool:
     match = _OVERRIDE.fullmatch(token)
-    if match is None:
-        return False
-    try:
-        resolve(config_class, match["key"], prefixes=False)
-    except UnknownName:
-        return False
-    return True
+    return match is not None and underscored(match["key"]) in name_table(config_class)
 
 
 def _read_override(config_class: type, token: str, match: re.Match[str], written: Written) -> None:
@@ -172,7 +166,7 @@ def _read_override(config_class: type, token: str, match: re.Match[str], written
         return
     spec = flag_specs(config_class)[target.flag]
     raw = parse_override_value(token, match["value"], spec)
-    _assign(config_class, target, raw, COMMAND_LINE, match["key"], written)
+    _assign(config_class, target, raw, COMMAND_LINE, written)
 
 
 def parse_override_value(token: str, text: str, spec: FlagSpec) -> Any:
@@ -265,10 +259,10 @@ def assign_key(config_class: type, key: str, value: Any, origin: str, written: W
         text = None if value is None else str(value)
         written.violations.append(_unknown(key + "=", unknown, text, f" ({origin})"))
         return
-    _assign(config_class, target, value, origin, key, written)
+    _assign(config_class, target, value, origin, written)
 
 
-def _assign(config_class: type, target: Target, raw: Any, origin: str, written_name: str, written: Written) -> None:
+def _assign(config_class: type, target: Target, raw: Any, origin: str, written: Written) -> None:
     spec = flag_specs(config_class)[target.flag]
     try:
         if target.negated:

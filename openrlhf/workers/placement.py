@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from openrlhf.config import PPOConfig
+from openrlhf.config.derive import gpus_per_role, sharing_roles
 
 CPU_SHARE = 0.25
 """CPU cores that count as one device where there are no GPUs."""
@@ -103,22 +104,12 @@ class PlacementPlan:
 
 
 def roles_of(cfg: PPOConfig) -> dict[str, Role]:
-    """The roles that a configuration needs, by name, in the order they are started.
-
-    No reference model without a KL coefficient, no critic without GAE, no reward model when rewards come from a
-    function, a server or an agent; no engines when rollouts are loaded, and nothing else when only they are wanted.
-    """
-    engines = {"engine": Role("engine", cfg.vllm_num_engines, cfg.vllm_tensor_parallel_size)}
-    if cfg.rollout_only:
-        return engines
-    roles = {"actor": Role("actor", cfg.actor_num_nodes * cfg.actor_num_gpus_per_node)}
-    if cfg.init_kl_coef > 0:
-        roles["ref"] = Role("ref", cfg.ref_num_nodes * cfg.ref_num_gpus_per_node)
-    if cfg.advantage_estimator == "gae":
-        roles["critic"] = Role("critic", cfg.critic_num_nodes * cfg.critic_num_gpus_per_node)
-    if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
-        roles["reward"] = Role("reward", cfg.reward_num_nodes * cfg.reward_num_gpus_per_node)
-    return roles if cfg.load_rollouts else {**roles, **engines}
+    """The roles that a configuration needs, by name; see :func:`gpus_per_role`."""
+    gpus = gpus_per_role(cfg)[0]
+    roles = {name: Role(name, count) for name, count in gpus.items() if name != "engines"}
+    if "engines" in gpus:
+        roles["engine"] = Role("engine", cfg.vllm_num_engines, cfg.vllm_tensor_parallel_size)
+    return roles
 
 
 def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
@@ -132,15 +123,7 @@ def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
         PlacementError: roles that must share devices need different numbers of them.
     """
     roles = roles_of(cfg)
-    together: list[list[str]] = []
-    if cfg.colocate_all_models:
-        shared = [name for name in roles if name != "engine" or not cfg.async_train]
-        together.append(shared)
-    else:
-        if cfg.colocate_actor_ref:
-            together.append(["actor", "ref"])
-        if cfg.colocate_critic_reward:
-            together.append(["critic", "reward"])
+    together = [["engine" if name == "engines" else name for name in names] for names in sharing_roles(cfg)]
     groups: list[Group] = []
     placed: set[str] = set()
     for names in together:
