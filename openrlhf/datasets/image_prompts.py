@@ -8,6 +8,7 @@ from typing import Any
 from datasets import Dataset, Image, List
 
 from openrlhf.datasets.sources import DataError
+from openrlhf.datasets.text import present
 from openrlhf.utils.images import TAG, ImageError, image_sources
 
 
@@ -44,6 +45,13 @@ def _parts(text: str) -> list[dict[str, Any]]:
     return parts
 
 
+def _plain_part(part: Any) -> Any:
+    """A part of a message's content; the pictures themselves are in the image column."""
+    if not isinstance(part, Mapping):
+        return part
+    return {"type": "image"} if part.get("type") in ("image", "image_url") else present(part)
+
+
 def with_image_parts(value: Any, count: int, where: str) -> Any:
     """A prompt whose places for images are told from its text.
 
@@ -68,11 +76,7 @@ def with_image_parts(value: Any, count: int, where: str) -> Any:
     for message in messages:
         content = message.get("content")
         parts: list[Any] = _parts(content) if isinstance(content, str) else list(content or ())
-        # columns of structs come with None for keys that other parts have; the pictures are in the image column
-        parts = [
-            {"type": "image"} if isinstance(p, Mapping) and p.get("type") in ("image", "image_url") else _present(p)
-            for p in parts
-        ]
+        parts = [_plain_part(part) for part in parts]
         message["content"] = parts if any(p == {"type": "image"} for p in parts) else content
     mentioned = sum(p == {"type": "image"} for m in messages for p in m["content"] or () if isinstance(p, Mapping))
     if mentioned == 0:
@@ -83,10 +87,6 @@ def with_image_parts(value: Any, count: int, where: str) -> Any:
     elif mentioned != count:
         raise DataError(f"{where}: the prompt has {mentioned} places for images ({TAG}), the row has {count} images")
     return messages
-
-
-def _present(part: Any) -> Any:
-    return {key: item for key, item in part.items() if item is not None} if isinstance(part, Mapping) else part
 
 
 def placeholder_text(value: Any, placeholder: str) -> Any:

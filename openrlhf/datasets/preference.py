@@ -170,9 +170,7 @@ def tokenize_pair(
         DataError: the row is null or malformed.
     """
     where = f"{source}, row {index}"
-    for column in (style.prompt_key, style.chosen_key, style.rejected_key):
-        if column is not None and row[column] is None:
-            raise DataError(f"{where}: column {column!r} is null")
+    texts.require_values(row, (style.prompt_key, style.chosen_key, style.rejected_key), where)
     margin = _margin(row, where) if style.margin else 0.0
     # the length limit comes last: it must not decide which reason is told
     chosen = _half(row, index, style.chosen_key, style, tokenizer, source)
@@ -243,11 +241,11 @@ def _half(
     where = f"{source}, row {index}"
     if style.apply_chat_template:
         return _chat_half(row, column, style, tokenizer, where)
-    answer = _text(row[column], where, column).rstrip("\n")
+    answer = texts.plain_text(row[column], where, column).rstrip("\n")
     if not answer:
         return _no_half(EMPTY_RESPONSE)
     if style.scored or style.prompt_key is None:
-        prompt = "" if style.prompt_key is None else _text(row[style.prompt_key], where, style.prompt_key)
+        prompt = "" if style.prompt_key is None else texts.plain_text(row[style.prompt_key], where, style.prompt_key)
         head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
         return _whole(texts.encode(tokenizer, head + answer), style, tokenizer)
     layout = SFTFormat(style.prompt_key, column, style.input_template, False, False, False, max_len=1 << 40)
@@ -297,12 +295,3 @@ def _chat_half(
     if ids[-1] != tokenizer.eos_token_id:
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
     return _Half(ids, [False, *mask[1:]])
-
-
-def _text(value: Any, where: str, column: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: column {column!r} is a {type(value).__name__}, not a text; lists of messages need "
-            "--apply_chat_template"
-        )
-    return value

@@ -170,9 +170,9 @@ def _decoded(value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """Columns of structs come with None for keys that other rows have."""
+    """:func:`texts.present`, at every depth."""
     if isinstance(value, dict):
-        return {str(name): _without_none(item) for name, item in value.items() if item is not None}
+        return {str(name): _without_none(item) for name, item in texts.present(value).items()}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -190,10 +190,5 @@ def _prompt(
     if cfg.apply_chat_template:
         text = texts.prompt_text(tokenizer, value, where, tools)
         return text, texts.encode_rendered(tokenizer, text)
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: column {cfg.input_key!r} is a {type(value).__name__}, not a text; lists of messages need "
-            "--apply_chat_template"
-        )
-    text = texts.apply_template(cfg.input_template, value)
+    text = texts.apply_template(cfg.input_template, texts.plain_text(value, where, cfg.input_key))
     return text, texts.encode(tokenizer, text)

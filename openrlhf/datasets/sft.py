@@ -242,31 +242,20 @@ def tokenize_sft_row(
         DataError: the row is null or malformed.
     """
     where = f"{source}, row {index}"
-    for column in style.columns:
-        if row[column] is None:
-            raise DataError(f"{where}: column {column!r} is null")
+    texts.require_values(row, style.columns, where)
     if style.pretrain_mode:
-        ids = texts.encode(tokenizer, _text(row[style.input_key], where, style.input_key))
+        ids = texts.encode(tokenizer, texts.plain_text(row[style.input_key], where, style.input_key))
         return _finish(ids, [True] * len(ids), style.max_len, EMPTY_PROMPT)
     if style.apply_chat_template:
         return _chat(row, style, tokenizer, where)
-    prompt = _text(row[style.input_key], where, style.input_key)
+    prompt = texts.plain_text(row[style.input_key], where, style.input_key)
     assert style.output_key is not None  # check_sft_columns
-    response = _text(row[style.output_key], where, style.output_key).rstrip("\n")
+    response = texts.plain_text(row[style.output_key], where, style.output_key).rstrip("\n")
     if not prompt:
         return Tokenized([], [], EMPTY_PROMPT)
     if not response:
         return Tokenized([], [], EMPTY_RESPONSE)
     return _prompt_and_response(texts.apply_template(style.input_template, prompt), response, style, tokenizer)
-
-
-def _text(value: Any, where: str, column: str) -> str:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{where}: column {column!r} is a {type(value).__name__}, not a text; lists of messages need "
-            "--apply_chat_template"
-        )
-    return value
 
 
 def _prompt_and_response(prompt: str, response: str, style: SFTFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,32 @@ def apply_template(template: str | None, text: str) -> str:
     return template.format(text) if template else text
 
 
+def plain_text(value: Any, where: str, column: str) -> str:
+    """The value of a column that has to be a text where there is no chat template.
+
+    Raises:
+        DataError: it is something else.
+    """
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: column {column!r} is a {type(value).__name__}, not a text; lists of messages need "
+            "--apply_chat_template"
+        )
+    return value
+
+
+def require_values(row: Mapping[str, Any], columns: Iterable[str | None], where: str) -> None:
+    """Raise a DataError where one of a row's columns is null; None stands for a column that isn't asked for."""
+    for column in columns:
+        if column is not None and row[column] is None:
+            raise DataError(f"{where}: column {column!r} is null")
+
+
+def present(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the keys that columns of structs have as None, because other rows have them."""
+    return {key: item for key, item in value.items() if item is not None}
+
+
 def as_messages(value: Any, role: str, where: str) -> list[Message]:
     """A string as one message of ``role``; a list of messages as it is.
 
@@ -51,9 +77,8 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
         known = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not known or (message.get("content") is None and not message.get("tool_calls")):
             raise DataError(f"{where}: message {position} needs the keys role and content, got {message!r}")
-        # columns of structs come with None for keys that other rows have; an answer of tool calls alone has no content
-        own = {key: item for key, item in message.items() if item is not None}
-        own.setdefault("content", None)
+        own = present(message)
+        own.setdefault("content", None)  # an answer of tool calls alone has none
         messages.append(own)
     return messages
 

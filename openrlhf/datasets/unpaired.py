@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from datasets import Dataset, Features, Value
 from datasets import Sequence as SequenceFeature
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import KTOConfig
-from openrlhf.datasets.sft import SFTFormat, tokenize_sft_row
+from openrlhf.datasets.sft import SFTDataset, SFTFormat, tokenize_sft_row
 from openrlhf.datasets.sources import DataError, require_columns
 from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
@@ -44,30 +42,20 @@ class UnpairedFormat:
         return cls(layout, cfg.label_key)
 
 
-class UnpairedDataset:
-    """Usable rows in the order of the source.
+class UnpairedDataset(SFTDataset):
+    """Usable rows in the order of the source, with labels; in the masks are the answers.
 
     Attributes:
         lengths: int64 ``[rows]``, tokens of each row.
         answer_lengths: int64 ``[rows]``, tokens of the answer, which are the last ones of the row.
         labels: bool ``[rows]``, True for good answers.
-        dropped: number of unusable rows by reason.
     """
 
     def __init__(self, table: Dataset, dropped: dict[str, int]) -> None:
-        self.dropped = dropped
-        self._rows = table.with_format("numpy", columns=["token_ids", "loss_mask"])
+        super().__init__(table, dropped)
         self.lengths = number_column(table, "length")
         self.answer_lengths = number_column(table, "answer_length")
         self.labels = number_column(table, "label")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def fetch(self, indices: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Token ids int32 ``[T]`` and answer mask bool ``[T]`` of some rows."""
-        rows = (self._rows[int(i)] for i in indices)
-        return [(row["token_ids"].astype(np.int32), row["loss_mask"]) for row in rows]
 
 
 def build_unpaired_dataset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -189,17 +189,9 @@ class Trajectory:
         Raises:
             ValueError: a key is missing or unknown, or the values do not make a valid trajectory.
         """
-        known = set(cls.__dataclass_fields__)
-        required = {
-            "prompt_id",
-            "group_id",
-            "sample_index",
-            "token_ids",
-            "action_mask",
-            "logprobs",
-            "weight_version",
-        }
-        unknown, missing = sorted(set(data) - known), sorted(required - set(data))
+        required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+        unknown = sorted(set(data) - {f.name for f in fields(cls)})
+        missing = sorted(required - set(data))
         if unknown or missing:
             raise ValueError(f"not a trajectory record: unknown keys {unknown}, missing keys {missing}")
         values = dict(data)

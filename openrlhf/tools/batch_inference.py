@@ -198,13 +198,8 @@ def text_pair(cfg: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, row
     """
     prompt, response = row[cfg.input_key], row[str(cfg.output_key)]
     if not cfg.apply_chat_template:
-        for key, value in ((cfg.input_key, prompt), (cfg.output_key, response)):
-            if not isinstance(value, str):
-                raise ToolError(
-                    f"{where}: column {key!r} is a {type(value).__name__}, not a text; lists of messages need "
-                    "--apply_chat_template"
-                )
-        return texts.apply_template(cfg.input_template, prompt), response
+        prompt = texts.plain_text(prompt, where, cfg.input_key)
+        return texts.apply_template(cfg.input_template, prompt), texts.plain_text(response, where, str(cfg.output_key))
     messages = texts.as_messages(prompt, "user", where)
     head = texts.render(tokenizer, messages, True, where)
     full = texts.render(tokenizer, [*messages, *texts.as_messages(response, "assistant", where)], False, where)
