@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from openrlhf.rollout.errors import AgentError, EngineError, describe_exception
@@ -16,27 +17,12 @@ from openrlhf.rollout.trajectory import FINISH_REASONS
 from openrlhf.utils.images import ImageError
 
 
-@dataclass
-class AgentSamplingParams:
+class AgentSamplingParams(SimpleNamespace):
     """Sampling options as agent code sees them: mutable, one copy per sample, named as in vLLM.
 
-    `logprobs` is 1 or None here. Attributes that are set besides the fields go to the engine as they are.
+    They are those of `SamplingParams`; `logprobs` is 1 or None here. Attributes that are set besides go to the engine
+    as they are.
     """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
-    min_tokens: int = 1
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    seed: int | None = None
-    skip_special_tokens: bool = False
-    include_stop_str_in_output: bool = False
 
     @classmethod
     def from_sampling(cls, sampling: SamplingParams) -> AgentSamplingParams:
@@ -44,10 +30,7 @@ class AgentSamplingParams:
         values = {name: getattr(sampling, name) for name in SamplingParams.names()}
         values["stop"], values["stop_token_ids"] = list(sampling.stop), list(sampling.stop_token_ids)
         values["logprobs"] = 1 if sampling.logprobs else None
-        params = cls(**values)
-        for name, value in sampling.extra:
-            setattr(params, name, value)
-        return params
+        return cls(**values, **dict(sampling.extra))
 
     def clone(self) -> AgentSamplingParams:
         """Returns an independent copy."""

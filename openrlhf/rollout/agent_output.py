@@ -11,8 +11,8 @@ import numpy as np
 from openrlhf.rollout.agent_engine import EngineCall
 from openrlhf.rollout.errors import AgentError
 from openrlhf.rollout.protocol import PlacedImage
-from openrlhf.rollout.rewards.base import as_list, as_number
-from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.rollout.rewards.base import as_list, as_number, finite_number
+from openrlhf.rollout.trajectory import BoolArray, FloatArray, IntArray, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ def trajectory_from_agent_output(
 
 
 def _images(
-    ids: np.ndarray[Any, np.dtype[np.int32]],
-    mask: np.ndarray[Any, np.dtype[np.bool_]],
+    ids: IntArray,
+    mask: BoolArray,
     calls: Sequence[EngineCall],
     where: str,
 ) -> tuple[PlacedImage, ...]:
@@ -119,7 +119,7 @@ def _images(
     return call.images
 
 
-def _token_ids(value: Any, where: str) -> np.ndarray[Any, np.dtype[np.int32]]:
+def _token_ids(value: Any, where: str) -> IntArray:
     ids = as_list(value)
     for position, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or token < 0:
@@ -152,7 +152,7 @@ def _ranges(value: Any, length: int, where: str) -> list[tuple[int, int]]:
 
 
 def _match_calls(
-    ids: np.ndarray[Any, np.dtype[np.int32]], ranges: Sequence[tuple[int, int]], calls: Sequence[EngineCall]
+    ids: IntArray, ranges: Sequence[tuple[int, int]], calls: Sequence[EngineCall]
 ) -> list[EngineCall | None]:
     """Finds for each action range the call that sampled exactly its ids, preferably at its position."""
     by_ids: dict[tuple[int, ...], list[EngineCall]] = {}
@@ -168,11 +168,11 @@ def _match_calls(
 
 
 def _versions(
-    ids: np.ndarray[Any, np.dtype[np.int32]],
+    ids: IntArray,
     ranges: Sequence[tuple[int, int]],
     sampled: Sequence[EngineCall | None],
     calls: Sequence[EngineCall],
-) -> tuple[np.ndarray[Any, np.dtype[np.int32]], int]:
+) -> tuple[IntArray, int]:
     """Weight version of each token, and the number of ranges that no call accounts for."""
     versions = np.full(len(ids), -1, dtype=np.int32)
     known = [int(np.min(call.result.weight_version)) for call in calls]
@@ -187,12 +187,12 @@ def _versions(
 
 def _logprobs(
     value: Any,
-    ids: np.ndarray[Any, np.dtype[np.int32]],
+    ids: IntArray,
     ranges: Sequence[tuple[int, int]],
-    mask: np.ndarray[Any, np.dtype[np.bool_]],
+    mask: BoolArray,
     sampled: Sequence[EngineCall | None],
     where: str,
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+) -> FloatArray:
     logprobs = np.zeros(len(ids), dtype=np.float32)
     if value is not None:
         given = as_list(value)
@@ -202,8 +202,8 @@ def _logprobs(
                 "give one per token, 0.0 on tokens that were not sampled"
             )
         for position in np.flatnonzero(mask):
-            number = as_number(given[position])
-            if number is None or not np.isfinite(number):
+            number = finite_number(given[position])
+            if number is None:
                 raise AgentError(f"{where}: rollout_log_probs[{position}] is {given[position]!r}, not a finite number")
             logprobs[position] = number
         return logprobs
@@ -220,8 +220,8 @@ def _logprobs(
 def _optional_number(value: Any, key: str, where: str) -> float | None:
     if value is None:
         return None
-    number = as_number(value)
-    if number is None or not np.isfinite(number):
+    number = finite_number(value)
+    if number is None:
         raise AgentError(f'{where}: "{key}" is {value!r}; it must be one finite number (float, array or tensor)')
     return number
 

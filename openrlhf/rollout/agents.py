@@ -12,7 +12,7 @@ from typing import Any
 from openrlhf.rollout.errors import AgentError
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.rewards import RewardClient, RewardRequest, make_reward_source
-from openrlhf.rollout.rewards.base import as_list, as_number
+from openrlhf.rollout.rewards.base import as_list, finite_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
 from openrlhf.rollout.usercode import run_in_thread
 from openrlhf.utils.images import ImageError
@@ -106,6 +106,20 @@ class _Episode:
     truncated: bool = False
     images: list[PlacedImage] = field(default_factory=list)
 
+    def output(self, prompt: str, label: Any) -> dict[str, Any]:
+        """What `AgentExecutorBase.execute` returns, still without a verdict."""
+        return {
+            "prompt": prompt,
+            "label": label,
+            "reward": None,
+            "scores": None,
+            "observation_tokens": self.ids,
+            "action_ranges": self.ranges,
+            "rollout_log_probs": self.logprobs,
+            "truncated": self.truncated,
+            "extra_logs": self.extra_logs or {},
+        }
+
     def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
         self.ids.extend(ids)
         if self.logprobs is not None:
@@ -146,9 +160,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         agent = await self._new_instance()
         text = await self._first_observation(agent, prompt, label, where)
         ids, placed = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        episode = _Episode(ids, text, [] if sampling_params.logprobs is not None else None, images=placed)
-        if episode.logprobs is not None:
-            episode.logprobs.extend([0.0] * len(ids))
+        episode = _Episode(ids, text, [0.0] * len(ids) if sampling_params.logprobs is not None else None, images=placed)
         done = False
         while not done:
             room = max_length - len(episode.ids)
@@ -171,16 +183,10 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             _append_feedback(episode, feedback, new, max_length, hf_tokenizer, llm_engine, where)
             sampling_params = result.get("sampling_params") or sampling_params
         return {
-            "prompt": prompt,
-            "label": label,
+            **episode.output(prompt, label),
             "reward": episode.total_reward,
             "scores": episode.total_reward if episode.score is None else episode.score,
-            "observation_tokens": episode.ids,
-            "action_ranges": episode.ranges,
-            "rollout_log_probs": episode.logprobs,
             "step_rewards": episode.step_rewards,
-            "truncated": episode.truncated,
-            "extra_logs": episode.extra_logs or {},
         }
 
     async def _new_instance(self) -> AgentInstanceBase:
@@ -227,17 +233,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
         episode = _Episode(list(ids), prompt, logprobs, images=placed)
         await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
-        output = {
-            "prompt": prompt,
-            "label": label,
-            "reward": None,
-            "scores": None,
-            "observation_tokens": episode.ids,
-            "action_ranges": episode.ranges,
-            "rollout_log_probs": episode.logprobs,
-            "truncated": episode.truncated,
-            "extra_logs": {},
-        }
+        output = episode.output(prompt, label)
         if self._rewards is None:
             return output
         response = reward_text(hf_tokenizer, ids, episode.ids[len(ids) :], eos_ids=end_of_sequence_ids(hf_tokenizer))
@@ -348,8 +344,8 @@ def _take_step(
     where: str,
 ) -> bool:
     """Adds the environment's rewards and text to the episode; returns whether the episode is over."""
-    reward = as_number(result["rewards"])
-    if reward is None or reward != reward or reward in (float("inf"), float("-inf")):
+    reward = finite_number(result["rewards"])
+    if reward is None:
         raise AgentError(f'{where}.step() returned "rewards" = {result["rewards"]!r}; it must be one finite number')
     episode.total_reward += reward
     start, end = episode.ranges[-1]

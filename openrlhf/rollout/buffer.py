@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
@@ -143,10 +144,7 @@ def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
             "images": [b64encode(i).decode() if lists and isinstance(i, bytes) else i for i in item.images],
         },
         "trajectories": [trajectory.to_dict(lists=lists) for trajectory in group.trajectories],
-        "failures": [
-            {"prompt_id": f.prompt_id, "sample_index": f.sample_index, "kind": f.kind, "message": f.message}
-            for f in group.failures
-        ],
+        "failures": [asdict(failure) for failure in group.failures],
         "prompt_truncated": group.prompt_truncated,
         "baseline": None if group.baseline is None else group.baseline.to_dict(lists=lists),
     }

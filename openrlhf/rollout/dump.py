@@ -16,6 +16,7 @@ import numpy as np
 
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.utils.files import atomic_file
 
 logger = logging.getLogger(__name__)
 
@@ -97,21 +98,16 @@ class RolloutDumpWriter:
             DumpError: the disk refuses, or the limit is reached and old steps may not be removed.
         """
         path = self.directory / f"{kind}_step_{step:08d}.jsonl"
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            with open(temporary, "w", encoding="utf-8") as file:
+            with atomic_file(path) as file:
                 for group, baseline in ((trajectories, False), (baselines, True)):
                     for trajectory in group:
                         record = _record(step, trajectory, baseline)
                         file.write(json.dumps(record, default=_plain, ensure_ascii=False) + "\n")
                 file.flush()
-                os.fsync(file.fileno())
-            self._make_room(path, temporary.stat().st_size)
-            os.replace(temporary, path)
+                self._make_room(path, os.fstat(file.fileno()).st_size)
         except OSError as error:
             raise DumpError(f"the rollout dump {path} can't be written: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
         return path
 
     def _make_room(self, path: Path, size: int) -> None:

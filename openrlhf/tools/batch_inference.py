@@ -25,6 +25,7 @@ from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings, use_modelscope
 from openrlhf.tools.post_process import Row, post_process
 from openrlhf.tools.scoring import RewardScorer
+from openrlhf.utils.files import atomic_file
 from openrlhf.utils.logging import get_logger
 from openrlhf.utils.seeds import set_seed
 from openrlhf.workers.distributed import World, init_distributed, shutdown
@@ -83,16 +84,9 @@ def write_rows(path: str, rows: Iterable[Row]) -> None:
     """Write JSON lines; the file appears when it is complete."""
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with open(scratch, "w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    with atomic_file(target) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------- generating

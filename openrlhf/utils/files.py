@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 # Files of an earlier save that a new one may not write again (other shard counts, other formats).
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_*")
@@ -54,15 +55,25 @@ def publish_folder(source: str | Path, target: str | Path) -> None:
                 stale.unlink()
 
 
-def write_atomic(path: str | Path, text: str) -> None:
-    """Write a small text file: readers see the old content or the new, never a part."""
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[TextIO]:
+    """A text file to write: readers see the old content or all of the new, never a part."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(scratch, "w", encoding="utf-8") as file:
+    try:
+        with open(scratch, "w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    """Write a small text file; see :func:`atomic_file`."""
+    with atomic_file(path) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
 
 
 def folder_bytes(path: str | Path) -> int:

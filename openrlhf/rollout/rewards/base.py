@@ -143,6 +143,17 @@ def as_number(value: Any) -> float | None:
     return None
 
 
+def finite_number(value: Any) -> float | None:
+    """As :func:`as_number`, and None also for NaN and infinities."""
+    number = as_number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def sample_names(batch: Sequence[RewardRequest]) -> str:
+    """The samples of a batch, for messages."""
+    return batch[0].sample + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
+
+
 def _numbers(value: Any, key: str, batch: Sequence[RewardRequest], where: str) -> list[float]:
     if value is None:
         raise RewardError(
@@ -159,8 +170,8 @@ def _numbers(value: Any, key: str, batch: Sequence[RewardRequest], where: str) -
         )
     numbers = []
     for request, item in zip(batch, items, strict=True):
-        number = as_number(item)
-        if number is None or not math.isfinite(number):
+        number = finite_number(item)
+        if number is None:
             raise RewardError(
                 f'{where} returned {_short(item)} in "{key}" for {request.sample}; it must be a finite number.',
                 isolatable=True,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.rollout.errors import RewardError, describe_exception, user_location
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply, sample_names
 from openrlhf.rollout.usercode import (
     DeadlinePassed,
     accepts_keyword,
@@ -115,19 +115,19 @@ class FunctionReward:
     async def _call(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
         if self._slots is None:
             self._slots = asyncio.Semaphore(self._max_concurrency)
-        names = batch[0].sample + (f" and {len(batch) - 1} more" if len(batch) > 1 else "")
         arguments, keywords = self._arguments(batch)
         async with self._slots:
             try:
                 reply = await call_user_code(self._function, *arguments, seconds=self._timeout, **keywords)
             except DeadlinePassed as error:
                 raise RewardError(
-                    f"{self._where} did not return within {self._timeout:g} s for {names}.", isolatable=False
+                    f"{self._where} did not return within {self._timeout:g} s for {sample_names(batch)}.",
+                    isolatable=False,
                 ) from error
             except Exception as error:
                 raise RewardError(
                     f"{self._where} raised {describe_exception(error)} at "
-                    f"{user_location(error, self._path)} for {names}.",
+                    f"{user_location(error, self._path)} for {sample_names(batch)}.",
                     isolatable=True,
                 ) from error
         return self._results(reply, batch)

@@ -20,7 +20,7 @@ import aiohttp
 import tenacity
 
 from openrlhf.rollout.errors import RewardError, describe_exception
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply, sample_names
 from openrlhf.rollout.usercode import gather_all
 
 logger = logging.getLogger(__name__)
@@ -150,8 +150,8 @@ class HTTPReward:
             return await retrying(self._try_servers, body, chunk)
         except _TryFailed as error:
             raise RewardError(
-                f"no reward for {_names(chunk)} after {options.max_tries} tries; the last: {error}. Is the server "
-                f"up and reachable from this node? Servers: {self._urls()}"
+                f"no reward for {sample_names(chunk)} after {options.max_tries} tries; the last: {error}. Is the "
+                f"server up and reachable from this node? Servers: {self._urls()}"
             ) from error
 
     def _urls(self) -> str:
@@ -219,7 +219,7 @@ class HTTPReward:
     def _read(self, server: _Server, status: int, text: str, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
         if 400 <= status < 500 and status not in _RETRYABLE_CLIENT_ERRORS:
             raise RewardError(
-                f"reward server {server.url} refused the request for {_names(chunk)} with status {status}: "
+                f"reward server {server.url} refused the request for {sample_names(chunk)} with status {status}: "
                 f"{text[:_BODY_LIMIT]!r}",
                 isolatable=status in (400, 413, 422),
             )
@@ -275,10 +275,6 @@ class HTTPReward:
             )
             self._slots = asyncio.Semaphore(limit)
         return self._session, self._slots
-
-
-def _names(chunk: Sequence[RewardRequest]) -> str:
-    return chunk[0].sample + (f" and {len(chunk) - 1} more" if len(chunk) > 1 else "")
 
 
 def _headers() -> dict[str, str]:
