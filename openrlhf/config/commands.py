@@ -299,20 +299,6 @@ class RewardTestConfig(InputOptions):
     worst_rows: int = flag(5, "samples with the lowest rewards to show", since="new")
 
 
-CommandConfig = (
-    SFTConfig
-    | RMConfig
-    | DPOConfig
-    | KTOConfig
-    | PPOConfig
-    | ServeRMConfig
-    | LoraCombinerConfig
-    | ConvertConfig
-    | BatchInferenceConfig
-    | RewardTestConfig
-)
-
-
 @dataclass(frozen=True)
 class Command:
     """A command of the product.

@@ -11,7 +11,6 @@ from typing import Any
 
 from openrlhf.config.commands import (
     BatchInferenceConfig,
-    CommandConfig,
     DPOConfig,
     PPOConfig,
     ServeRMConfig,
@@ -80,7 +79,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
         The completed copy, and the changes in the order in which they were made.
     """
     changer = _Changer(config, explicit)
-    cfg: CommandConfig = changer.config
+    cfg = changer.config
     _note_flags_without_effect(changer)
     if isinstance(cfg, TrainerOptions):
         changer.fill("wandb_run_name", f"{_RUN_NAMES[command]}_{time.strftime('%m%dT%H:%M')}", "")

@@ -119,26 +119,18 @@ class VLLMEngine:
         from vllm import SamplingParams as VLLMSampling
         from vllm.sampling_params import RequestOutputKind
 
-        return VLLMSampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=max(sampling.top_k, 0),
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop=list(sampling.stop) or None,
-            stop_token_ids=list(sampling.stop_token_ids) or None,
-            ignore_eos=sampling.ignore_eos,
-            include_stop_str_in_output=sampling.include_stop_str_in_output,
-            seed=sampling.seed,
-            logprobs=0 if sampling.logprobs else None,
-            skip_special_tokens=False,
+        options = {name: getattr(sampling, name) for name in SamplingParams.names()}
+        options |= {
+            "top_k": max(sampling.top_k, 0),
+            "stop": list(sampling.stop) or None,
+            "stop_token_ids": list(sampling.stop_token_ids) or None,
+            "logprobs": 0 if sampling.logprobs else None,
+            "skip_special_tokens": False,
             # Text is only needed to look for stop strings; decoding costs a third of the speed.
-            detokenize=bool(sampling.stop),
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **dict(sampling.extra),
-        )
+            "detokenize": bool(sampling.stop),
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
+        return VLLMSampling(**options, **dict(sampling.extra))
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

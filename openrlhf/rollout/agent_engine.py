@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -228,14 +228,12 @@ class AgentEngine:
         return ids, tuple(placed)
 
     def _prepared(self, sampling: SamplingParams, limit: int) -> SamplingParams:
-        values = {name: getattr(sampling, name) for name in SamplingParams.names()}
-        values["max_tokens"] = limit
-        values["min_tokens"] = min(sampling.min_tokens, limit)
-        values["logprobs"] = sampling.logprobs or self._logprobs
-        if sampling.seed is not None and sampling.seed == self._seed and self.calls:
+        seed = sampling.seed
+        if seed is not None and seed == self._seed and self.calls:
             # The same seed in every turn would tie the turns' random draws together.
-            values["seed"] = derive_seed(sampling.seed, len(self.calls))
-        return SamplingParams(**values, extra=sampling.extra)
+            seed = derive_seed(seed, len(self.calls))
+        limits = {"max_tokens": limit, "min_tokens": min(sampling.min_tokens, limit)}
+        return replace(sampling, **limits, logprobs=sampling.logprobs or self._logprobs, seed=seed)
 
     async def _call(
         self, prompt: list[int], sampling: SamplingParams, images: Sequence[PlacedImage]

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from openrlhf.rollout.episodes import Group, PromptItem
+from openrlhf.engines.pool import GroupCalls
 from openrlhf.rollout.errors import RolloutTimeout
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.experience import Experience, RolloutSummary
@@ -25,19 +25,6 @@ JOIN_SECONDS = 30.0
 """How long the thread may take to notice that it is over."""
 
 
-class Calls(Protocol):
-    """Groups in flight; see :class:`openrlhf.engines.pool.GroupCalls`."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def has_room(self) -> bool: ...
-
-    def submit(self, prompt: PromptItem) -> None: ...
-
-    def wait(self, seconds: float) -> list[Group]: ...
-
-
 class AsyncRollouts:
     """A thread that generates what its queue allows.
 
@@ -50,7 +37,7 @@ class AsyncRollouts:
         timeout: seconds without any progress after which a wait gives up.
     """
 
-    def __init__(self, queue: RolloutQueue, calls: Calls, timeout: float) -> None:
+    def __init__(self, queue: RolloutQueue, calls: GroupCalls, timeout: float) -> None:
         self._queue = queue
         self._calls = calls
         self._timeout = timeout

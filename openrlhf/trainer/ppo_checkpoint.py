@@ -94,15 +94,7 @@ class PPOCheckpoints:
         if self._cfg.disable_ds_ckpt:
             return
         # The critic first: `latest` of the actor, which a resume looks at, moves when both are complete.
-        if self._system.critic is not None:
-            self._system.critic.call(
-                "save_checkpoint",
-                str(self._root / "_critic"),
-                tag,
-                client_state,
-                keep,
-                self._cfg.max_ckpt_mem,
-            )
-        self._system.actor.call(
-            "save_checkpoint", str(self._root / "_actor"), tag, client_state, keep, self._cfg.max_ckpt_mem
-        )
+        for group, part in ((self._system.critic, "_critic"), (self._system.actor, "_actor")):
+            if group is not None:
+                folder, limit = str(self._root / part), self._cfg.max_ckpt_mem
+                group.call("save_checkpoint", folder, tag, client_state, keep, limit)
