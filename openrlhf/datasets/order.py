@@ -23,19 +23,17 @@ class ResumableOrder:
     Args:
         num_rows: rows of the data set.
         seed: epoch ``e`` is shuffled with (seed, e).
-        shuffle: False keeps the order of the rows.
 
     Attributes:
         consumed: rows taken or skipped so far.
         skipped: those of them that could not be used.
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(self, num_rows: int, seed: int) -> None:
         if num_rows < 1:
             raise ValueError("there are no rows to take from")
         self.num_rows = num_rows
         self.seed = seed
-        self.shuffle = shuffle
         self.consumed = 0
         self.skipped = 0
         self._cached: tuple[int, np.ndarray] | None = None
@@ -47,8 +45,6 @@ class ResumableOrder:
 
     def epoch_order(self, epoch: int) -> np.ndarray:
         """int64 ``[num_rows]``: row numbers of an epoch in their order."""
-        if not self.shuffle:
-            return np.arange(self.num_rows)
         if self._cached is None or self._cached[0] != epoch:
             self._cached = (epoch, epoch_permutation(self.num_rows, self.seed, epoch))
         return self._cached[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +35,7 @@ class ExportedWeight:
     @property
     def nbytes(self) -> int:
         """Size of the full tensor in bytes."""
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def exported_weights(model: nn.Module) -> list[ExportedWeight]:

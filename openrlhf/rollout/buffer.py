@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -105,16 +104,9 @@ class RolloutBuffer:
         self._groups = [group for group in self._groups if group_version(group) >= limit]
         return stale
 
-    def state_dict(self, *, lists: bool = False) -> dict[str, Any]:
-        """Returns everything as plain data.
-
-        Args:
-            lists: arrays as Python lists; False keeps NumPy arrays.
-        """
-        return {
-            "version": _STATE_VERSION,
-            "groups": [group_to_dict(group, lists=lists) for group in self._groups],
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Returns everything as plain data and NumPy arrays."""
+        return {"version": _STATE_VERSION, "groups": [group_to_dict(group) for group in self._groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the contents by those of `state_dict`.
@@ -127,8 +119,8 @@ class RolloutBuffer:
         self._groups = [group_from_dict(entry) for entry in state["groups"]]
 
 
-def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
-    """Returns a group as plain data."""
+def group_to_dict(group: Group) -> dict[str, Any]:
+    """Returns a group as plain data and NumPy arrays."""
     item = group.item
     return {
         "item": {
@@ -140,13 +132,12 @@ def group_to_dict(group: Group, *, lists: bool = False) -> dict[str, Any]:
             "metadata": dict(item.metadata),
             "epoch": item.epoch,
             "greedy_baseline": item.greedy_baseline,
-            # base64 text is an image, too
-            "images": [b64encode(i).decode() if lists and isinstance(i, bytes) else i for i in item.images],
+            "images": list(item.images),
         },
-        "trajectories": [trajectory.to_dict(lists=lists) for trajectory in group.trajectories],
+        "trajectories": [trajectory.to_dict(lists=False) for trajectory in group.trajectories],
         "failures": [asdict(failure) for failure in group.failures],
         "prompt_truncated": group.prompt_truncated,
-        "baseline": None if group.baseline is None else group.baseline.to_dict(lists=lists),
+        "baseline": None if group.baseline is None else group.baseline.to_dict(lists=False),
     }
 
 

@@ -13,18 +13,16 @@ WAIT_SECONDS = 30.0
 """How long a server that is started beside the run may take to listen."""
 
 
-def wait_for_servers(urls: Sequence[str], timeout: float | None = None) -> None:
+def wait_for_servers(urls: Sequence[str]) -> None:
     """Wait until every server accepts connections.
 
     Args:
         urls: of the servers; none is fine.
-        timeout: seconds for all of them; None = :data:`WAIT_SECONDS`.
 
     Raises:
         RewardError: one does not listen; names it and the reason.
     """
-    timeout = WAIT_SECONDS if timeout is None else timeout
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + WAIT_SECONDS
     for url in urls:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -35,7 +33,7 @@ def wait_for_servers(urls: Sequence[str], timeout: float | None = None) -> None:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise RewardError(
-                        f"reward server {url} (--remote_rm_url) does not accept connections after {timeout:g} s: "
+                        f"reward server {url} (--remote_rm_url) does not accept connections after {WAIT_SECONDS:g} s: "
                         f"{error}. Start it first, or correct the address"
                     ) from error
                 time.sleep(0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
 from openrlhf.config.derive import data_copies
-from openrlhf.models.export import ExportedWeight, exported_weights
+from openrlhf.engines.weight_sync.buckets import plan_buckets
+from openrlhf.models.export import exported_weights
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
@@ -300,22 +302,12 @@ class TrainEngine:
             bucket_bytes: most bytes in a bucket; a larger weight comes alone.
         """
         self._require_awake("gathering the weights")
-        for bucket in self._buckets(bucket_bytes):
+        weights = exported_weights(self.hf_model)
+        for indices in plan_buckets(weights, bucket_bytes):
+            bucket = [weights[index] for index in indices]
             with whole(p for w in bucket for p in w.sources):
                 tensors = [(w.name, w.build()) for w in bucket]
             yield tensors
-
-    def _buckets(self, bucket_bytes: int) -> Iterator[list[ExportedWeight]]:
-        bucket: list[ExportedWeight] = []
-        size = 0
-        for weight in exported_weights(self.hf_model):
-            if bucket and size + weight.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(weight)
-            size += weight.nbytes
-        if bucket:
-            yield bucket
 
     def save_hf(
         self,
@@ -390,8 +382,6 @@ class TrainEngine:
         scratch = root / files.writing_tag(tag)
         first = dist.get_rank() == 0
         if first:
-            import shutil
-
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(parents=True)
         barrier(f"start of checkpoint {tag}")

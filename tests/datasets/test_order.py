@@ -47,10 +47,6 @@ def test_other_data_or_seed_is_refused() -> None:
         ResumableOrder(5, seed=1).load_state_dict(state)
 
 
-def test_without_shuffling_rows_come_in_file_order() -> None:
-    assert ResumableOrder(3, seed=0, shuffle=False).take(5) == [0, 1, 2, 0, 1]
-
-
 def test_no_rows() -> None:
     with pytest.raises(ValueError, match="no rows"):
         ResumableOrder(0, seed=0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,7 +28,14 @@ class TensorMeta:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def plan_buckets(metas: Sequence[TensorMeta], limit_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[int]]:
+class Sized(Protocol):
+    """Something of a known size."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def plan_buckets(metas: Sequence[Sized], limit_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[int]]:
     """Group consecutive tensors into buckets of at most ``limit_bytes``.
 
     Args:
