@@ -220,9 +220,7 @@ class BatchInferenceConfig(LoadOptions, InputOptions, ValueHeadOptions):
     )
     pretrain: str | None = redefault(ModelOptions, "pretrain", None)
     dataset: str | None = flag(
-        None,
-        "sources of prompts, or of prompts with responses (rm), separated by commas",
-        "data.dataset",
+        None, "sources of prompts, or of prompts with responses (rm), separated by commas", "data.dataset"
     )
     dataset_probs: str | None = redefault(SupervisedDataOptions, "dataset_probs", None)
     dataset_split: str = redefault(SupervisedDataOptions, "dataset_split", "train")
@@ -348,9 +346,7 @@ COMMANDS: dict[str, Command] = {
         "    --rollout_batch_size 64 --train_batch_size 128 --max_new_tokens 512 --save_path ./ppo",
     ),
     "serve_rm": Command(
-        ServeRMConfig,
-        "Serve a reward model over HTTP.",
-        "--reward_pretrain ./rm --port 5000 --max_len 4096",
+        ServeRMConfig, "Serve a reward model over HTTP.", "--reward_pretrain ./rm --port 5000 --max_len 4096"
     ),
     "lora_combiner": Command(
         LoraCombinerConfig,

@@ -100,8 +100,7 @@ LIMITS: dict[str, Limit] = {
         ("lr_warmup_ratio critic_lr_warmup_ratio min_lr_ratio critic_min_lr_ratio gamma lambd").split(), SHARE
     ),
     **dict.fromkeys(
-        "adam_betas critic_adam_betas lora_dropout ema_beta muon_momentum critic_muon_momentum".split(),
-        SHARE_BELOW_ONE,
+        "adam_betas critic_adam_betas lora_dropout ema_beta muon_momentum critic_muon_momentum".split(), SHARE_BELOW_ONE
     ),
     "zero_stage": Limit(0, 3),
     "eps_clip": Limit(0, 1, low_open=True, high_open=True),

@@ -29,9 +29,7 @@ RETIRED: dict[str, Retired] = {
         "attn_implementation", "auto", "--flash_attn is --attn_implementation auto, the default, today"
     ),
     "vllm_enable_is_correction": Retired(
-        "enable_vllm_is_correction",
-        True,
-        "--vllm_enable_is_correction is spelled --enable_vllm_is_correction",
+        "enable_vllm_is_correction", True, "--vllm_enable_is_correction is spelled --enable_vllm_is_correction"
     ),
 }
 

@@ -9,13 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.config.commands import (
-    BatchInferenceConfig,
-    DPOConfig,
-    PPOConfig,
-    ServeRMConfig,
-    TrainerOptions,
-)
+from openrlhf.config.commands import BatchInferenceConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions

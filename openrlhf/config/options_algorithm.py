@@ -42,9 +42,7 @@ class RewardOptions(OptionGroup):
     )
     agent_func_path: str | None = flag(None, ".py file that defines the class AgentExecutor", "train.agent_func_path")
     normalize_reward: bool = flag(
-        False,
-        "standardize a reward model's scores with the mean and std of its config.json",
-        "reward.normalize_enable",
+        False, "standardize a reward model's scores with the mean and std of its config.json", "reward.normalize_enable"
     )
     reward_clip_range: tuple[float, float] = flag((-10.0, 10.0), "limits of a sample's reward", "reward.clip_range")
     reward_on_failure: str | None = flag(
@@ -55,9 +53,7 @@ class RewardOptions(OptionGroup):
         since="new",
     )
     overlong_buffer_len: float | None = flag(
-        None,
-        "the last tokens before the length limit, in which a penalty grows",
-        "reward.overlong_buffer_len",
+        None, "the last tokens before the length limit, in which a penalty grows", "reward.overlong_buffer_len"
     )
     overlong_penalty_factor: float = flag(1.0, "that penalty at the limit", "reward.overlong_penalty_factor")
     stop_properly_penalty_coef: float | None = flag(
@@ -180,9 +176,7 @@ class AlgorithmOptions(OptionGroup):
     enable_ema: bool = flag(False, "keep a moving average of the policy, and save that one", "train.enable_ema")
     ema_beta: float = flag(0.992, "decay of the moving average", "train.ema_beta")
     ptx_coef: float = flag(
-        0.05,
-        "weight of a pre-training loss",
-        no_effect="no release of OpenRLHF with this flag had such a loss",
+        0.05, "weight of a pre-training loss", no_effect="no release of OpenRLHF with this flag had such a loss"
     )
     perf: bool = flag(False, "print performance figures", no_effect="timings are always among the metrics")
     actor_init_on_gpu: bool = flag(
@@ -218,16 +212,7 @@ class ActorCriticOptions(OptionGroup):
     critic_optim: str | None = flag(None, "optim of the critic", "critic.optim", choices=("adam", "muon"), since="0.11")
     critic_muon_lr: float | None = flag(None, "muon_lr of the critic", "critic.muon.lr", since="0.11")
     critic_muon_momentum: float | None = flag(None, "muon_momentum of the critic", "critic.muon.momentum", since="0.11")
-    critic_muon_ns_steps: int | None = flag(
-        None,
-        "muon_ns_steps of the critic",
-        "critic.muon.ns_steps",
-        since="0.11",
-    )
+    critic_muon_ns_steps: int | None = flag(None, "muon_ns_steps of the critic", "critic.muon.ns_steps", since="0.11")
     critic_muon_nesterov: bool | None = flag(
-        None,
-        "muon_nesterov of the critic",
-        "critic.muon.nesterov",
-        negated=("critic.muon.no_nesterov",),
-        since="0.11",
+        None, "muon_nesterov of the critic", "critic.muon.nesterov", negated=("critic.muon.no_nesterov",), since="0.11"
     )

@@ -57,9 +57,7 @@ class EngineOptions(OptionGroup):
     vllm_sync_with_ray: bool = flag(False, "send weights with ray.util.collective", "vllm.sync_with_ray")
     vllm_enable_sleep: bool = flag(False, "engines give their memory back while models train", "vllm.enable_sleep")
     enable_prefix_caching: bool = flag(
-        False,
-        "engines reuse the cache of common beginnings, until the weights change",
-        "vllm.enable_prefix_caching",
+        False, "engines reuse the cache of common beginnings, until the weights change", "vllm.enable_prefix_caching"
     )
     enforce_eager: bool = flag(False, "engines run without CUDA graphs", "vllm.enforce_eager")
     vllm_max_num_seqs: int | None = flag(
@@ -97,9 +95,7 @@ class SamplingOptions(OptionGroup):
         None, "ids of tokens that end a response besides the model's end-of-sequence tokens", since="new"
     )
     max_new_tokens: int | None = flag(
-        None,
-        "tokens of a response; what max_len leaves after the prompt if not given",
-        "rollout.max_new_tokens",
+        None, "tokens of a response; what max_len leaves after the prompt if not given", "rollout.max_new_tokens"
     )
     generate_max_len: int | None = flag(None, "older name of max_new_tokens", since="old")
 

@@ -180,9 +180,7 @@ def _check_models(cfg: Any) -> Iterator[Violation]:
 def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
     if cfg.load_in_4bit and cfg.param_dtype != "bf16":
         yield Violation(
-            "load_in_4bit",
-            f"computes in bf16, but --param_dtype is {cfg.param_dtype}",
-            "use --param_dtype bf16",
+            "load_in_4bit", f"computes in bf16, but --param_dtype is {cfg.param_dtype}", "use --param_dtype bf16"
         )
     if cfg.load_in_4bit and isinstance(cfg, ModelOptions) and cfg.lora_rank == 0:
         yield Violation("load_in_4bit", "4-bit weights can't be trained, but adapters on them can", "add --lora_rank")

@@ -210,9 +210,7 @@ def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
         yield Violation("partial_rollout", "belongs to asynchronous training", "add --async_train")
     if cfg.async_train and cfg.vllm_enable_sleep:
         yield Violation(
-            "vllm_enable_sleep",
-            "engines can't sleep while --async_train keeps them generating",
-            "leave it out",
+            "vllm_enable_sleep", "engines can't sleep while --async_train keeps them generating", "leave it out"
         )
     surplus = (cfg.vllm_generate_batch_size or 0) > cfg.rollout_batch_size
     if surplus and not (cfg.async_train or cfg.dynamic_filtering or cfg.dynamic_sampling_filter_path):
@@ -331,10 +329,7 @@ def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
     has_ref, has_critic = cfg.init_kl_coef > 0, cfg.advantage_estimator == "gae"
     has_reward = bool(cfg.reward_pretrain) and not (cfg.remote_rm_url or cfg.agent_func_path)
     if cfg.colocate_all_models:
-        flag, roles = (
-            "colocate_all_models",
-            [("ref", has_ref), ("critic", has_critic), ("reward", has_reward)],
-        )
+        flag, roles = ("colocate_all_models", [("ref", has_ref), ("critic", has_critic), ("reward", has_reward)])
         pairs = [(role, "actor") for role, exists in roles if exists]
         engine_gpus = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
         actor_gpus = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node

@@ -26,8 +26,7 @@ NOT_YET: dict[str, NotYet] = {
     ),
     "deepcompile": NotYet("DeepCompile is not available", "leave it out"),
     "vllm_sync_with_ray": NotYet(
-        "weights are never sent through Ray's collectives",
-        "leave it out: --vllm_sync_backend chooses the way",
+        "weights are never sent through Ray's collectives", "leave it out: --vllm_sync_backend chooses the way"
     ),
 }
 

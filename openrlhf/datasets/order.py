@@ -76,12 +76,7 @@ class ResumableOrder:
 
     def state_dict(self) -> dict[str, int]:
         """What :meth:`load_state_dict` needs."""
-        return {
-            "consumed": self.consumed,
-            "skipped": self.skipped,
-            "num_rows": self.num_rows,
-            "seed": self.seed,
-        }
+        return {"consumed": self.consumed, "skipped": self.skipped, "num_rows": self.num_rows, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where another run stopped.

@@ -198,13 +198,7 @@ def build_sft_dataset(
         return vars(tokenize_sft_row(row, index, style, tokenizer, source))
 
     table, dropped = tokenize_rows(
-        rows,
-        tokenize,
-        _FEATURES,
-        style=style,
-        tokenizer=tokenizer,
-        num_proc=cfg.dataloader_num_workers,
-        source=source,
+        rows, tokenize, _FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source
     )
     return SFTDataset(table, dropped)
 

@@ -86,13 +86,7 @@ def build_unpaired_dataset(
         }
 
     table, dropped = tokenize_rows(
-        rows,
-        tokenize,
-        _FEATURES,
-        style=style,
-        tokenizer=tokenizer,
-        num_proc=cfg.dataloader_num_workers,
-        source=source,
+        rows, tokenize, _FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source
     )
     return UnpairedDataset(table, dropped)
 

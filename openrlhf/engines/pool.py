@@ -103,11 +103,7 @@ class EnginePool:
         return self.group.submit("start", rollout)
 
     def run_groups(
-        self,
-        prompts: Iterable[PromptItem],
-        samples_per_prompt: int,
-        sampling: SamplingParams,
-        timeout: float,
+        self, prompts: Iterable[PromptItem], samples_per_prompt: int, sampling: SamplingParams, timeout: float
     ) -> Iterator[Group]:
         """Run the episodes of many prompts, yielding each prompt's group when it is done.
 

@@ -34,12 +34,7 @@ def sequence_bounds(cu_seqlens: Tensor) -> dict[str, Any]:
         cu_seqlens: int32 ``[S + 1]``.
     """
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return {
-        "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    return {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": longest, "max_length_k": longest}
 
 
 def packed_attention_forward(

@@ -98,12 +98,7 @@ def trajectory_from_agent_output(
     )
 
 
-def _images(
-    ids: IntArray,
-    mask: BoolArray,
-    calls: Sequence[EngineCall],
-    where: str,
-) -> tuple[PlacedImage, ...]:
+def _images(ids: IntArray, mask: BoolArray, calls: Sequence[EngineCall], where: str) -> tuple[PlacedImage, ...]:
     """The images that the engine saw: those of the call with most of them."""
     call = max(calls, key=lambda call: len(call.images), default=None)
     if call is None or not call.images:
@@ -168,10 +163,7 @@ def _match_calls(
 
 
 def _versions(
-    ids: IntArray,
-    ranges: Sequence[tuple[int, int]],
-    sampled: Sequence[EngineCall | None],
-    calls: Sequence[EngineCall],
+    ids: IntArray, ranges: Sequence[tuple[int, int]], sampled: Sequence[EngineCall | None], calls: Sequence[EngineCall]
 ) -> tuple[IntArray, int]:
     """Weight version of each token, and the number of ranges that no call accounts for."""
     versions = np.full(len(ids), -1, dtype=np.int32)

@@ -336,13 +336,7 @@ def _checked_step(result: Any, where: str) -> Mapping[str, Any]:
     return result
 
 
-def _take_step(
-    episode: _Episode,
-    result: Mapping[str, Any],
-    action_text: str,
-    feedback: str,
-    where: str,
-) -> bool:
+def _take_step(episode: _Episode, result: Mapping[str, Any], action_text: str, feedback: str, where: str) -> bool:
     """Adds the environment's rewards and text to the episode; returns whether the episode is over."""
     reward = finite_number(result["rewards"])
     if reward is None:

@@ -32,13 +32,7 @@ from openrlhf.rollout.rewards.base import RewardRequest
 from openrlhf.rollout.rewards.client import RewardClient
 from openrlhf.rollout.sample import DynamicFilterOutput, Sample
 from openrlhf.rollout.seeding import derive_seed
-from openrlhf.rollout.text import (
-    ResponseEnd,
-    continuation_text,
-    end_of_sequence_ids,
-    response_end,
-    reward_text,
-)
+from openrlhf.rollout.text import ResponseEnd, continuation_text, end_of_sequence_ids, response_end, reward_text
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, gather_all, within
 from openrlhf.utils.images import ImageError, decode_image
@@ -357,11 +351,7 @@ async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationE
     response = np.asarray(result.token_ids, dtype=np.int32)
     end = response_end(response.tolist(), result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
     text = reward_text(
-        spec.tokenizer,
-        prompt,
-        response[: end.length].tolist(),
-        eos_ids=spec.eos_ids,
-        keep_eos=spec.keep_eos_text,
+        spec.tokenizer, prompt, response[: end.length].tolist(), eos_ids=spec.eos_ids, keep_eos=spec.keep_eos_text
     )
     return Trajectory(
         prompt_id=item.prompt_id,

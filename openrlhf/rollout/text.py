@@ -44,11 +44,7 @@ def response_end(
 
 
 def continuation_text(
-    tokenizer: Tokenizer,
-    context_ids: Sequence[int],
-    token_ids: Sequence[int],
-    *,
-    skip_special_tokens: bool = False,
+    tokenizer: Tokenizer, context_ids: Sequence[int], token_ids: Sequence[int], *, skip_special_tokens: bool = False
 ) -> str:
     """Decodes `token_ids` as they read after `context_ids`: context text + result is the whole text."""
     tail = list(context_ids[-_CONTEXT_TOKENS:])

@@ -340,11 +340,7 @@ def step_batches(
     result: list[list[StepBatch]] = [[] for _ in range(ranks)]
     for indices in steps:
         plan = _plan(
-            [len(sequences[i]) for i in indices],
-            ranks,
-            cfg,
-            cfg.micro_train_batch_size,
-            cfg.train_max_tokens_per_gpu,
+            [len(sequences[i]) for i in indices], ranks, cfg, cfg.micro_train_batch_size, cfg.train_max_tokens_per_gpu
         )
         denominators = step_denominators([masks[i] for i in indices], constant=float(response_limit(cfg)))
         for rank, micro_batches in enumerate(plan.ranks):

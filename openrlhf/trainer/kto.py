@@ -21,13 +21,7 @@ from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.preference import PreferenceTrainer, row_limits
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
 from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs
-from openrlhf.trainer.supervised import (
-    aux_coefficient,
-    open_tokenizer,
-    optimizer_specs,
-    read_data,
-    total_steps,
-)
+from openrlhf.trainer.supervised import aux_coefficient, open_tokenizer, optimizer_specs, read_data, total_steps
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 

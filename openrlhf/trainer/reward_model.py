@@ -16,13 +16,7 @@ from openrlhf.datasets.preference import PreferenceDataset, build_preference_dat
 from openrlhf.models.loading import load_sequence_regression
 from openrlhf.models.logprobs import RewardModel, ScoreOutputs
 from openrlhf.trainer.preference import PreferenceTrainer
-from openrlhf.trainer.supervised import (
-    aux_coefficient,
-    open_tokenizer,
-    optimizer_specs,
-    read_data,
-    total_steps,
-)
+from openrlhf.trainer.supervised import aux_coefficient, open_tokenizer, optimizer_specs, read_data, total_steps
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World

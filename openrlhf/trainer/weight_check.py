@@ -55,10 +55,7 @@ class WeightCheck:
                 f"trainer's (at most {FP32_TOLERANCE:g} in fp32): it does not hold the trainer's weights"
             )
         # The first token has no log-prob.
-        return {
-            "sync/logprob_diff_max": worst,
-            "sync/logprob_diff_mean": float(differences[:, 1:].mean()),
-        }
+        return {"sync/logprob_diff_max": worst, "sync/logprob_diff_mean": float(differences[:, 1:].mean())}
 
 
 def check_tensors(comparisons: Sequence[Sequence[Comparison]]) -> dict[str, float]:

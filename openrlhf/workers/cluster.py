@@ -151,9 +151,5 @@ def _sorted_devices(plan: PlacementPlan, group: PlacementGroup, deadline: float)
     found = [Device(group, index, node, ids) for index, (node, ids) in enumerate(answers)]
     return sorted(
         found,
-        key=lambda device: (
-            device.node,
-            [int(gpu) for gpu in device.accelerator_ids if gpu.isdigit()],
-            device.bundle,
-        ),
+        key=lambda device: (device.node, [int(gpu) for gpu in device.accelerator_ids if gpu.isdigit()], device.bundle),
     )

@@ -26,13 +26,7 @@ from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.checkpoint_fit import Setup, check_fit
-from openrlhf.workers.deepspeed_config import (
-    DeepSpeedOptions,
-    deepspeed_config,
-    offloads_adam,
-    on_gpu,
-    tame_deepspeed,
-)
+from openrlhf.workers.deepspeed_config import DeepSpeedOptions, deepspeed_config, offloads_adam, on_gpu, tame_deepspeed
 from openrlhf.workers.distributed import any_rank, barrier, raise_together
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
@@ -43,13 +37,7 @@ from openrlhf.workers.tensor_parallel import accept_batches, divide_frozen, grad
 
 logger = get_logger(__name__)
 
-__all__ = [
-    "NonFiniteError",
-    "OptimizerSpec",
-    "SchedulerSpec",
-    "StepStats",
-    "TrainEngine",
-]
+__all__ = ["NonFiniteError", "OptimizerSpec", "SchedulerSpec", "StepStats", "TrainEngine"]
 
 
 class StepStats(NamedTuple):

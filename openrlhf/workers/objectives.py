@@ -15,12 +15,7 @@ from openrlhf.algorithms.aggregation import aggregate
 from openrlhf.algorithms.correction import CorrectionSettings
 from openrlhf.algorithms.kl import estimate_kl, kl_loss
 from openrlhf.algorithms.metrics import STEP, MetricSum
-from openrlhf.algorithms.policy_loss import (
-    PolicyLossInputs,
-    PolicyLossSettings,
-    loss_aggregation,
-    policy_loss,
-)
+from openrlhf.algorithms.policy_loss import PolicyLossInputs, PolicyLossSettings, loss_aggregation, policy_loss
 from openrlhf.algorithms.value_loss import value_loss
 from openrlhf.batching.microbatch import MicroBatch
 from openrlhf.config import PPOConfig
@@ -116,12 +111,7 @@ class PolicyObjective:
             per_token["kl"] = estimate_kl(logprobs.detach(), ref, mask, self.kl_estimator)
             if step.kl_coef > 0:
                 penalty = kl_loss(
-                    logprobs,
-                    ref,
-                    mask,
-                    self.kl_estimator,
-                    unbiased_gradient=self.kl_unbiased,
-                    old_logprobs=old,
+                    logprobs, ref, mask, self.kl_estimator, unbiased_gradient=self.kl_unbiased, old_logprobs=old
                 )
                 loss = loss + step.kl_coef * mean(penalty)
         if entropy is not None and self.entropy_coef is not None:

@@ -76,10 +76,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
 def _join(store: TCPStore, rank: int, world_size: int, timeout: datetime.timedelta) -> ProcessGroup:
     return init_gloo_process_group(
-        prefix_store=PrefixStore("openrlhf_weight_sync", store),
-        group_rank=rank,
-        group_size=world_size,
-        timeout=timeout,
+        prefix_store=PrefixStore("openrlhf_weight_sync", store), group_rank=rank, group_size=world_size, timeout=timeout
     )
 
 
@@ -140,12 +137,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     init_info_cls = GlooTrainerInitInfo
 
     def __init__(
-        self,
-        *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource,
-        is_sender: bool,
-        bucket_bytes: int,
+        self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, bucket_bytes: int
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
         self.bucket_bytes = bucket_bytes
@@ -154,11 +146,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 
     @classmethod
     def trainer_init(
-        cls,
-        init_info: GlooTrainerInitInfo,
-        *,
-        client: VLLMWeightSyncClient,
-        source: WeightSource | None = None,
+        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
     ) -> GlooTrainerWeightTransferEngine:
         if source is None:
             raise ValueError("the gloo weight transfer needs a weight source")
@@ -171,12 +159,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         timeout = datetime.timedelta(seconds=init_info.timeout_seconds)
         # Port 0: the store keeps the socket that the system chose, so nobody can take the port in between.
         store = TCPStore(
-            init_info.master_address,
-            0,
-            init_info.world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
+            init_info.master_address, 0, init_info.world_size, is_master=True, timeout=timeout, wait_for_workers=False
         )
         worker_info = GlooInitInfo(
             master_address=init_info.master_address,

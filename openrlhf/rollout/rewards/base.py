@@ -157,8 +157,7 @@ def sample_names(batch: Sequence[RewardRequest]) -> str:
 def _numbers(value: Any, key: str, batch: Sequence[RewardRequest], where: str) -> list[float]:
     if value is None:
         raise RewardError(
-            f'{where} returned None for "{key}"; return one number per sample ({len(batch)} here).',
-            isolatable=True,
+            f'{where} returned None for "{key}"; return one number per sample ({len(batch)} here).', isolatable=True
         )
     items = as_list(value)
     if len(items) != len(batch):

@@ -34,12 +34,7 @@ class RewardClient:
     """
 
     def __init__(
-        self,
-        source: RewardSource,
-        *,
-        on_failure: str = "stop",
-        batch_size: int = 16,
-        max_concurrency: int = 16,
+        self, source: RewardSource, *, on_failure: str = "stop", batch_size: int = 16, max_concurrency: int = 16
     ) -> None:
         if on_failure not in FAILURE_POLICIES:
             raise ValueError(f"reward_on_failure must be one of {FAILURE_POLICIES}, got {on_failure!r}")

@@ -270,8 +270,7 @@ class HTTPReward:
         if self._session is None or self._session.closed or self._slots is None:
             limit = self.options.max_connections * len(self._servers)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=limit),
-                timeout=aiohttp.ClientTimeout(total=self.options.timeout),
+                connector=aiohttp.TCPConnector(limit=limit), timeout=aiohttp.ClientTimeout(total=self.options.timeout)
             )
             self._slots = asyncio.Semaphore(limit)
         return self._session, self._slots
