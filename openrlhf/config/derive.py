@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from openrlhf.config.commands import PPOConfig, SupervisedOptions, TrainerOptions
 from openrlhf.config.datasource import parse_sources
@@ -77,19 +76,12 @@ def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1
     )
 
 
-class ModelDivision(Protocol):
-    """The flags by which neighbouring ranks work on the same samples."""
-
-    ring_attn_size: int
-    ds_tensor_parallel_size: int
-
-
 def data_parallel_size(cfg: DeepSpeedOptions, world_size: int) -> int:
     """Groups of ranks that see different samples, out of `world_size` ranks of one model."""
     return world_size // data_copies(cfg)
 
 
-def data_copies(cfg: ModelDivision) -> int:
+def data_copies(cfg: DeepSpeedOptions) -> int:
     """Neighbouring ranks that see the same samples, and divide sequences or layers among them."""
     return cfg.ring_attn_size * cfg.ds_tensor_parallel_size
 

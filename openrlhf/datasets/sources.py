@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from datasets import (
     Dataset,
@@ -19,21 +19,11 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 
+from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.datasource import FILE_SUFFIXES, Source, parse_sources
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
-
-
-class RowOptions(Protocol):
-    """The flags that name a command's rows (train_sft, train_rm, train_dpo, train_kto, batch_inference)."""
-
-    dataset: str | None
-    dataset_split: str
-    dataset_probs: str | None
-    max_samples: int
-    seed: int
-    use_ms: bool
 
 
 class DataError(ValueError):
@@ -95,7 +85,7 @@ def load_rows(
     return merged
 
 
-def load_configured_rows(cfg: RowOptions) -> Dataset:
+def load_configured_rows(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig) -> Dataset:
     """The rows that a command's flags name; see :func:`load_rows`."""
     assert cfg.dataset is not None
     return load_rows(

@@ -97,9 +97,7 @@ class EpisodeSpec:
         prompt_limit: longest prompt in tokens; None = what `max_length` leaves for one response.
         on_long_prompt: "truncate" keeps the last `prompt_limit` tokens, "drop" gives an empty group. Both
             count.
-        keep_eos_text: rewards see the text of the end-of-sequence token.
-        seed: seed of the run.
-        seed_samples: give each request a seed of its own; False = the engine's random state.
+        seed: seed of the run; each request gets one of its own from it.
         episode_timeout: seconds for one episode, reward included; None = no limit.
         on_agent_failure: "raise" ends the rollout when agent code fails, "drop" leaves the sample out.
             Counted. The same goes for images that can't be read.
@@ -116,9 +114,7 @@ class EpisodeSpec:
     executor: AgentExecutorBase | None = None
     prompt_limit: int | None = None
     on_long_prompt: str = "truncate"
-    keep_eos_text: bool = True
     seed: int = 0
-    seed_samples: bool = True
     episode_timeout: float | None = 1800.0
     on_agent_failure: str = "raise"
     images: PromptImages | None = None
@@ -324,7 +320,7 @@ async def _episode(item: PromptItem, index: int, engine: GenerationEngine, spec:
 
 
 def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:
-    seed = derive_seed(spec.seed, item.epoch, item.prompt_id, index) if spec.seed_samples else spec.sampling.seed
+    seed = derive_seed(spec.seed, item.epoch, item.prompt_id, index)
     # The engine may know fewer end-of-sequence ids than the model has.
     stops = spec.sampling.stop_token_ids
     if not spec.sampling.ignore_eos and len(spec.eos_ids) > 1:
@@ -350,9 +346,7 @@ async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationE
     check_result(result, sampling, name)
     response = np.asarray(result.token_ids, dtype=np.int32)
     end = response_end(response.tolist(), result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
-    text = reward_text(
-        spec.tokenizer, prompt, response[: end.length].tolist(), eos_ids=spec.eos_ids, keep_eos=spec.keep_eos_text
-    )
+    text = reward_text(spec.tokenizer, prompt, response[: end.length].tolist(), eos_ids=spec.eos_ids)
     return Trajectory(
         prompt_id=item.prompt_id,
         group_id=item.group_id,

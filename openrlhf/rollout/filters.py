@@ -139,7 +139,6 @@ class CollectedGroups:
         seen: groups that finished, buffered ones not counted.
         kept: those of them that passed the filter.
         dropped: number of the others, by reason.
-        exhausted: the data ran out.
         filtering: a filter was at work.
         lost: samples that failed, by kind, of all groups seen.
         last_loss: why the last of them failed.
@@ -150,7 +149,6 @@ class CollectedGroups:
     seen: int
     kept: int
     dropped: dict[str, int] = field(default_factory=dict)
-    exhausted: bool = False
     filtering: bool = False
     lost: dict[str, int] = field(default_factory=dict)
     last_loss: str = ""
@@ -275,7 +273,6 @@ class GroupCollector:
             self._buffer.put(group)
         return CollectedGroups(
             groups=tuple(groups[: self._target]),
-            exhausted=self._exhausted,
             insufficient=len(reserve),
             **self._tally.counts(),
         )

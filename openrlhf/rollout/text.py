@@ -63,7 +63,6 @@ def reward_text(
     response_ids: Sequence[int],
     *,
     eos_ids: Collection[int],
-    keep_eos: bool = True,
 ) -> str:
     """Returns the response text that a reward sees.
 
@@ -71,12 +70,11 @@ def reward_text(
 
     Args:
         eos_ids: ids that end a sequence.
-        keep_eos: keep the text of the final end-of-sequence token.
     """
     visible = list(response_ids)
     for index, token in enumerate(visible):
         if token in eos_ids:
-            visible = visible[: index + 1 if keep_eos else index]
+            visible = visible[: index + 1]
             break
     pad = tokenizer.pad_token_id
     if pad is not None and pad not in eos_ids:

@@ -221,7 +221,6 @@ class RolloutQueue:
         self._training = True
         result = AsyncGroups(
             groups=tuple(groups),
-            exhausted=not groups,
             insufficient=self._insufficient,
             **self._tally.counts(),
             stale=self._stale,

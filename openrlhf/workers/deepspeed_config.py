@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 
 from openrlhf import platform
-
-
-class DeepSpeedOptions(Protocol):
-    """The flags that decide how a model is partitioned and optimised."""
-
-    zero_stage: int
-    param_dtype: str
-    adam_offload: bool
-    zpg: int
-    overlap_comm: bool
-    grad_accum_dtype: str | None
-    max_norm: float
-    seed: int
-    ring_attn_size: int
-    ds_tensor_parallel_size: int
+from openrlhf.config.options_model import DeepSpeedOptions
 
 
 def deepspeed_config(opts: DeepSpeedOptions, stage: int, *, training: bool, param_offload: bool) -> dict[str, Any]:

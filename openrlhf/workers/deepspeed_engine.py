@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
 from openrlhf.config.derive import data_copies
+from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.engines.weight_sync.buckets import plan_buckets
 from openrlhf.models.export import exported_weights
 from openrlhf.models.loading import write_hf_folder
@@ -26,7 +27,7 @@ from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.checkpoint_fit import Setup, check_fit
-from openrlhf.workers.deepspeed_config import DeepSpeedOptions, deepspeed_config, offloads_adam, on_gpu, tame_deepspeed
+from openrlhf.workers.deepspeed_config import deepspeed_config, offloads_adam, on_gpu, tame_deepspeed
 from openrlhf.workers.distributed import any_rank, barrier, raise_together
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
@@ -73,7 +74,7 @@ class TrainEngine:
 
     Args:
         model: module whose ``hf_model`` is the transformers (or peft) model; on the CPU, or partitioned already.
-        opts: see :class:`DeepSpeedOptions`.
+        opts: how it is partitioned and optimised.
         optimizer: None for inference only.
         scheduler: None for a constant rate.
         param_offload: keep parameters on the CPU (ZeRO-3 fetches them layer by layer; below, the whole model

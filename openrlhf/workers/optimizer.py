@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf import platform
+from openrlhf.config.commands import TrainerOptions
 from openrlhf.models.partition import full_shape
 from openrlhf.workers.muon import MuonSpec, MuonWithAdamW, hidden_matrices
 
@@ -30,21 +31,7 @@ class OptimizerSpec:
     muon: MuonSpec | None = None
 
 
-class OptimizerFlags(Protocol):
-    """The flags of the optimizer (any config object with these fields will do)."""
-
-    param_dtype: str
-    adam_betas: tuple[float, float]
-    adam_eps: float
-    l2: float
-    optim: str
-    muon_lr: float
-    muon_momentum: float
-    muon_ns_steps: int
-    muon_nesterov: bool
-
-
-def optimizer_spec(cfg: OptimizerFlags, lr: float) -> OptimizerSpec:
+def optimizer_spec(cfg: TrainerOptions, lr: float) -> OptimizerSpec:
     """The optimizer that the flags describe, with AdamW's peak learning rate."""
     muon = None
     if cfg.optim == "muon":

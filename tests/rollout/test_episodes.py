@@ -80,8 +80,7 @@ def test_versions_per_token_are_kept() -> None:
     assert trajectory.logprobs is None
 
 
-@pytest.mark.parametrize(("keep", "end"), [(True, "<eos>"), (False, "")])
-def test_reward_text_has_markers_but_no_padding(keep: bool, end: str) -> None:
+def test_reward_text_has_markers_but_no_padding() -> None:
     seen: list[str] = []
 
     def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
@@ -89,10 +88,10 @@ def test_reward_text_has_markers_but_no_padding(keep: bool, end: str) -> None:
         return [1.0] * len(queries)
 
     response = [ANS, *TOK.encode("ok"), EOS, PAD, PAD]
-    options = spec(rewards=rewards_of(reward_func), keep_eos_text=keep, sampling=SamplingParams(max_tokens=6))
+    options = spec(rewards=rewards_of(reward_func), sampling=SamplingParams(max_tokens=6))
     trajectory = run(item(TOK, "q?"), 1, ScriptedEngine([(response, "stop")]), options).trajectories[0]
-    assert seen == ["q?" + "<ans>ok" + end, "q?"]
-    assert trajectory.metadata["response"] == "<ans>ok" + end
+    assert seen == ["q?" + "<ans>ok<eos>", "q?"]
+    assert trajectory.metadata["response"] == "<ans>ok<eos>"
 
 
 def test_padding_inside_a_response_never_reaches_a_reward() -> None:
@@ -150,9 +149,6 @@ def test_seeds_come_from_seed_epoch_prompt_and_index() -> None:
     everything = [*first, *seeds(5, 0, 1), *seeds(4, 1, 1), *seeds(4, 0, 2)]
     assert len(set(everything)) == 8
     assert all(0 <= seed < 2**63 for seed in everything if seed is not None)
-    engine = ScriptedEngine([[EOS]])
-    run(item(TOK, "p"), 1, engine, spec(seed_samples=False))
-    assert engine.sampling[0].seed is None
 
 
 def test_derived_seeds_never_change() -> None:

@@ -154,9 +154,9 @@ def test_a_full_buffer_needs_no_prompts() -> None:
 
 def test_when_the_data_runs_out_what_was_kept_is_used() -> None:
     collected, _ = run(thirds_are_good, data=5, target=4)
-    assert ids(collected.groups) == [0, 3] and collected.exhausted
+    assert ids(collected.groups) == [0, 3]
     collected, _ = run(thirds_are_good, data=0, target=4)
-    assert collected.groups == () and collected.exhausted and collected.seen == 0
+    assert collected.groups == () and collected.seen == 0
 
 
 def test_constant_rewards_end_with_counts() -> None:
@@ -180,7 +180,7 @@ def test_without_a_filter_only_empty_groups_are_replaced() -> None:
 def test_without_a_filter_lost_groups_do_not_stop_the_run() -> None:
     collected, drawn = run(lambda i: [] if i == 5 else [1.0], data=99, target=8, filtering=False, max_rounds=1)
     assert ids(collected.groups) == [0, 1, 2, 3, 4, 6, 7] and drawn == list(range(8))
-    assert collected.dropped == {"no_samples": 1} and not collected.exhausted
+    assert collected.dropped == {"no_samples": 1}
     with pytest.raises(NoLearnableGroups, match=r"0 of 2 groups after 2 were seen.*dropped: no_samples 2"):
         run(lambda i: [], data=99, target=2, filtering=False, max_rounds=1)
 

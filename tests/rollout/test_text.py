@@ -56,24 +56,22 @@ def test_continuation_of_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "keep", "text"),
+    ("ids", "text"),
     [
-        ([ANS, 10, EOS, PAD, PAD], True, "<ans>a<eos>"),
-        ([ANS, 10, EOS, PAD, PAD], False, "<ans>a"),
-        ([10, EOS2, 11], True, "a<eos2>"),
-        ([10, PAD], True, "a"),
-        ([EOS], False, ""),
+        ([ANS, 10, EOS, PAD, PAD], "<ans>a<eos>"),
+        ([10, EOS2, 11], "a<eos2>"),
+        ([10, PAD], "a"),
+        ([EOS], "<eos>"),
     ],
 )
-def test_no_padding_and_the_end_marker_as_asked(ids: list[int], keep: bool, text: str) -> None:
-    assert reward_text(TOK, [12], ids, eos_ids={EOS, EOS2}, keep_eos=keep) == text
+def test_no_padding_and_one_end_marker(ids: list[int], text: str) -> None:
+    assert reward_text(TOK, [12], ids, eos_ids={EOS, EOS2}) == text
 
 
 def test_padding_with_the_end_token_leaves_one() -> None:
     tokenizer = LetterTokenizer()
     tokenizer.pad_token_id = EOS
     assert reward_text(tokenizer, [12], [10, EOS, EOS, EOS], eos_ids={EOS}) == "a<eos>"
-    assert reward_text(tokenizer, [12], [10, EOS, EOS, EOS], eos_ids={EOS}, keep_eos=False) == "a"
 
 
 def test_response_end() -> None:

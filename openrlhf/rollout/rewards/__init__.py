@@ -33,16 +33,13 @@ __all__ = [
 ]
 
 
-def make_reward_source(
-    remote_rm_url: str | Sequence[str], weights: str | None = None, http: HTTPOptions | None = None
-) -> RewardSource:
+def make_reward_source(remote_rm_url: str | Sequence[str], weights: str | None = None) -> RewardSource:
     """Builds the reward source that `--remote_rm_url` and `--reward_weights` name.
 
     Args:
         remote_rm_url: one .py file that defines `reward_func`, ``builtin:<name>``, or one or several URLs (a list, or
             a text with commas between them); or several of these as ``name=entry``, whose weighted sum is the reward.
         weights: ``name=number`` with commas between them.
-        http: options for URLs.
 
     Raises:
         RewardError: what can't be meant, or a file that can't be used.
@@ -53,14 +50,14 @@ def make_reward_source(
     except RewardSourceError as error:
         raise RewardError(f"--remote_rm_url, --reward_weights: {error}") from error
     if list(entries) in ([], [""]):
-        return _one_source(entries.get("", []), "reward_func", http)
-    sources = {name: _one_source(places, f"reward_func_{name}", http) for name, places in entries.items()}
+        return _one_source(entries.get("", []), "reward_func")
+    sources = {name: _one_source(places, f"reward_func_{name}") for name, places in entries.items()}
     return WeightedReward(sources, factors)
 
 
-def _one_source(entries: Sequence[str], module_name: str, http: HTTPOptions | None) -> RewardSource:
+def _one_source(entries: Sequence[str], module_name: str) -> RewardSource:
     if len(entries) == 1 and entries[0].startswith(BUILTIN_PREFIX):
         return FunctionReward(getattr(builtin, f"{entries[0].removeprefix(BUILTIN_PREFIX)}_reward"))
     if len(entries) == 1 and entries[0].endswith(".py") and not is_url(entries[0]):
         return FunctionReward.from_file(entries[0], module_name=module_name)
-    return HTTPReward(entries, http)
+    return HTTPReward(entries)
