@@ -73,7 +73,7 @@ def describe_run(cfg: TrainerOptions, num_rows: int | None = None) -> list[str]:
     """The arithmetic of a run in sentences; rows that aren't given are counted where that is cheap."""
     rows = num_rows if num_rows is not None else count_rows(cfg)
     derived = derive(cfg, rows, world_size_from_environment())
-    return [*_describe_batches(cfg, derived), *_describe_steps(cfg, derived), *_describe_gpus(cfg, derived)]
+    return [*_describe_batches(cfg, derived), *_describe_steps(cfg, derived), *_describe_gpus(derived)]
 
 
 def _describe_batches(cfg: TrainerOptions, derived: Derived) -> list[str]:
@@ -121,7 +121,7 @@ def _describe_steps(cfg: TrainerOptions, derived: Derived) -> list[str]:
     return lines
 
 
-def _describe_gpus(cfg: TrainerOptions, derived: Derived) -> list[str]:
+def _describe_gpus(derived: Derived) -> list[str]:
     roles = ", ".join(f"{role} {count}" for role, count in derived.gpus.items())
     return [f"GPUs (or ranks, on CPU): {derived.total_gpus} in all; {roles}"]
 

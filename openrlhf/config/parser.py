@@ -154,7 +154,7 @@ def _finish(command: str, written: Written) -> Parsed:
     violations = list(written.violations)
     # A flag that couldn't be read still has its default: what follows from that is no news.
     reported = {violation.flag for violation in violations}
-    found = validate(command, config, explicit, world_size_from_environment())
+    found = validate(config, explicit, world_size_from_environment())
     violations.extend(violation for violation in found if violation.flag not in reported)
     return Parsed(command, config, origins, notes, violations)
 

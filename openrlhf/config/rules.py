@@ -38,11 +38,10 @@ from openrlhf.config.values import show_value
 BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "ds_tensor_parallel_size"}
 
 
-def validate(command: str, cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1) -> list[Violation]:
+def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1) -> list[Violation]:
     """All rules that a (normalized) configuration breaks.
 
     Args:
-        command: name of the command.
         cfg: its configuration, after `normalize`.
         explicit: the flags that someone gave a value.
         world_size: ranks of the job, for the commands that a launcher starts once a rank.

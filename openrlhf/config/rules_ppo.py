@@ -46,7 +46,7 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     yield from _check_stops(cfg)
     yield from _check_images(cfg)
     if not _ARITHMETIC & set(broken):
-        yield from _check_lengths(cfg, explicit)
+        yield from _check_lengths(cfg)
         yield from _check_batches(cfg)
         yield from _check_placement(cfg)
 
@@ -263,7 +263,7 @@ def _check_images(cfg: PPOConfig) -> Iterator[Violation]:
         yield Violation("ring_attn_size", "ranks can't share a sequence that has images", "use 1")
 
 
-def _check_lengths(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:
+def _check_lengths(cfg: PPOConfig) -> Iterator[Violation]:
     response, prompt = cfg.max_new_tokens, cfg.prompt_max_len
     if cfg.generate_max_len is not None and response != cfg.generate_max_len:
         yield Violation(

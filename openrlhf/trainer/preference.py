@@ -76,7 +76,7 @@ class PreferenceTrainer(SupervisedTrainer):
             metrics.add(name, 0.0, 0.0, SEQUENCE)
         groups = self._groups(rows)
         tokens = sum(int(self.data.lengths[list(group)].sum()) for group in groups)
-        batches = list(micro_batches(self.data, groups, self.engine, self.world, self.limits))
+        batches = list(micro_batches(self.data, groups, self.engine, self.limits))
         for index, (members, batch) in enumerate(batches):
             outputs = self.engine(batch)
             if members:
@@ -97,7 +97,7 @@ class PreferenceTrainer(SupervisedTrainer):
         with torch.no_grad():
             for start in range(0, len(self.eval_data), BLOCK):
                 groups = self._groups(range(start, min(start + BLOCK, len(self.eval_data))))
-                for members, batch in micro_batches(self.eval_data, groups, self.engine, self.world, self.limits):
+                for members, batch in micro_batches(self.eval_data, groups, self.engine, self.limits):
                     outputs = self.engine(batch)
                     if members:
                         self.row_losses([start + i for i in members], batch, outputs, metrics)

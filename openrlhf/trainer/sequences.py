@@ -52,7 +52,7 @@ class Limits:
 
 
 def micro_batches(
-    sequences: Sequences, groups: Sequence[Sequence[int]], engine: TrainEngine, world: World, limits: Limits
+    sequences: Sequences, groups: Sequence[Sequence[int]], engine: TrainEngine, limits: Limits
 ) -> Iterator[tuple[list[int], MicroBatch]]:
     """This rank's share of some groups of sequences, on its device; as many micro-batches on every rank.
 
@@ -95,7 +95,7 @@ def all_answer_logprobs(
                 told = time.monotonic()
                 logger.info("log-probs: %d of %d sequences", start, len(indices))
             groups = [(int(index),) for index in indices[start : start + BLOCK]]
-            for members, batch in micro_batches(sequences, groups, engine, world, limits):
+            for members, batch in micro_batches(sequences, groups, engine, limits):
                 values = answer_logprobs(batch, engine(batch).logprobs)
                 if members:
                     sums[[start + i for i in members]] = values.cpu()
