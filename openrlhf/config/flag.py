@@ -97,9 +97,13 @@ class OptionGroup:
     title: ClassVar[str] = ""
 
 
-@functools.cache
 def flag_specs(config_class: type) -> dict[str, FlagSpec]:
     """All flags of a config class, by canonical name, in the order of their groups."""
+    return _flag_specs(config_class)  # a cached function takes no type[...] in the eyes of mypy
+
+
+@functools.cache
+def _flag_specs(config_class: type) -> dict[str, FlagSpec]:
     hints = typing.get_type_hints(config_class)
     specs = {}
     for field in dataclasses.fields(config_class):

@@ -232,8 +232,13 @@ class AgentEngine:
         if seed is not None and seed == self._seed and self.calls:
             # The same seed in every turn would tie the turns' random draws together.
             seed = derive_seed(seed, len(self.calls))
-        limits = {"max_tokens": limit, "min_tokens": min(sampling.min_tokens, limit)}
-        return replace(sampling, **limits, logprobs=sampling.logprobs or self._logprobs, seed=seed)
+        return replace(
+            sampling,
+            max_tokens=limit,
+            min_tokens=min(sampling.min_tokens, limit),
+            logprobs=sampling.logprobs or self._logprobs,
+            seed=seed,
+        )
 
     async def _call(
         self, prompt: list[int], sampling: SamplingParams, images: Sequence[PlacedImage]
