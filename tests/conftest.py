@@ -17,9 +17,13 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 _status = 0
 
-
 # Folders whose end-to-end tests start whole runs: many processes each, of which a machine should hold one set.
 WHOLE_RUNS = ("e2e", "examples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where pytest-xdist is not installed its marker is unknown, and does nothing."""
+    config.addinivalue_line("markers", "xdist_group(name): tests that share a process")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
 
 from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
@@ -23,7 +23,6 @@ from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.utils.logging import get_logger
-from openrlhf.utils.seeds import set_seed
 from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.deepspeed_engine import NonFiniteError, OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import DistributedError, World, init_distributed, shutdown
@@ -57,7 +56,10 @@ def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> i
     """
     try:
         world = init_distributed(cfg.local_rank)
-        set_seed(cfg.seed, cfg.full_determinism)
+        if cfg.full_determinism:
+            enable_full_determinism(cfg.seed)
+        else:
+            set_seed(cfg.seed)
         train(cfg, world)
     except EXPLAINED as error:
         print(f"\nerror: {error}", file=sys.stderr, flush=True)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from openrlhf import platform
 from openrlhf.config.commands import TrainerOptions
 from openrlhf.models.partition import full_shape
 from openrlhf.workers.muon import MuonSpec, MuonWithAdamW, hidden_matrices
+
+_MIN_LR_SCHEDULERS = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class SchedulerSpec:
     """Learning rate over the run.
 
     Attributes:
-        name: one of ``openrlhf.config.limits.SCHEDULERS``; they are those of transformers.
+        name: a transformers scheduler.
         total_steps: optimizer steps of the whole run; the schedule's last value is that of the last step.
         warmup_ratio: share of the steps with a rising rate, rounded up.
         min_lr_ratio: last rate as a fraction of the highest (schedulers with ``min_lr`` in their name).
@@ -110,39 +113,24 @@ def schedule(spec: SchedulerSpec, lr: float) -> Callable[[int], float]:
     Step ``total_steps`` and every later one get the schedule's last value; the first step of a warm-up is not zero.
 
     Raises:
-        ValueError: there is no such schedule.
+        ValueError: the name is unknown, or is not a function of the step alone.
     """
+    probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
     total = max(1, spec.total_steps)
-    warmup = 0 if spec.name == "constant" else math.ceil(spec.warmup_ratio * total)
-    scale = warmup or 10_000  # of inverse_sqrt
-
-    def cosine(done: float) -> float:
-        return 0.5 + 0.5 * math.cos(math.pi * done)
-
-    def cosine_to_minimum(done: float) -> float:
-        return spec.min_lr_ratio + (1 - spec.min_lr_ratio) * cosine(done)
-
-    # The factor by the share of the steps after the warm-up that are done.
-    shapes: dict[str, Callable[[float], float]] = {
-        "cosine_with_min_lr": cosine_to_minimum,
-        "cosine_warmup_with_min_lr": cosine_to_minimum,
-        "cosine": cosine,
-        "cosine_with_restarts": cosine,  # there is one cycle
-        "linear": lambda done: 1 - done,
-        "polynomial": lambda done: 1 - done + done * 1e-7 / lr,
-        "inverse_sqrt": lambda done: (1 + done * (total - warmup) / scale) ** -0.5,
-        "constant": lambda done: 1.0,
-        "constant_with_warmup": lambda done: 1.0,
-    }
-    shape = shapes.get(spec.name)
-    if shape is None:
-        raise ValueError(f"there is no schedule {spec.name}; use one of {', '.join(shapes)}")
-
-    def factor(step: int) -> float:
-        step = min(step, total)
-        return step / warmup if step < warmup else shape((step - warmup) / max(1, total - warmup))
-
-    return factor
+    extra = {"min_lr_rate": spec.min_lr_ratio} if spec.name in _MIN_LR_SCHEDULERS else None
+    try:
+        built = get_scheduler(spec.name, probe, math.ceil(spec.warmup_ratio * total), total, extra)
+    except ValueError as error:
+        raise ValueError(f"lr_scheduler {spec.name!r} can't be used: {error}") from error
+    factors: Iterable[Any] = getattr(built, "lr_lambdas", ())
+    factor = next(iter(factors), None)
+    if factor is None:
+        raise ValueError(
+            f"lr_scheduler {spec.name!r} is not a function of the step; use for example cosine_with_min_lr"
+        )
+    # transformers counts this one from 1 by itself.
+    ahead = 1 if spec.name == "cosine_warmup_with_min_lr" else 0
+    return lambda step: float(factor(max(0, min(step, total) - ahead)))
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, spec: SchedulerSpec, lr: float) -> LambdaLR:
