@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="further train_ppo_ray flags, after --")
     options = parser.parse_args()
-    model, prompts = options.work / options.size, options.work / "prompts.jsonl"
+    model, prompts = options.work / options.size, options.work / "generation.jsonl"
     if options.alone:
         options.alone.write_text(json.dumps(alone(options, model, prompts)))
         return 0

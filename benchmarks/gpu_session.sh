@@ -3,9 +3,10 @@
 # Full logs are in $OUT (default /tmp/gpu_session); the end of each is printed when all are done.
 # Usage: benchmarks/gpu_session.sh PART GPU [PART GPU ...] [then PART GPU ...], for example: hybrid 0 tests 1
 #        GPU is an index, or several: 0,1; a part is ended after $LIMIT seconds (default 500)
+# Models and runs are in $WORK (default /tmp; a folder in memory saves reading and writing of large models).
 set -u
 cd "$(dirname "$0")/.."
-export OUT=${OUT:-/tmp/gpu_session} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_ADDRESS=local HF_HUB_OFFLINE=1
+export OUT=${OUT:-/tmp/gpu_session} WORK=${WORK:-/tmp} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_ADDRESS=local HF_HUB_OFFLINE=1
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 python3 - <<'END' || exit 3
@@ -22,7 +23,7 @@ hybrid() { # hybrid WORK JSON FLAGS...: a short run of benchmarks/hybrid_step.py
 }
 
 part() {
-  local work=/tmp/openrlhf_bench_${1%%:*} gpus offload=
+  local work=$WORK/openrlhf_bench gpus offload=
   gpus=$(tr ',' '\n' <<<"$2" | wc -l)
   case $1 in
     # All 512 sequences of the reference work at once need 9 GiB of cache.
@@ -32,9 +33,9 @@ part() {
       --gradient_checkpointing_every 2 ;;
     hybrid_7b) # the optimizer of 7B fits onto two cards only if these are large
       (($(nvidia-smi -i 0 --query-gpu=memory.total --format=csv,noheader,nounits) * gpus < 220000)) && offload=--adam_offload
-      hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --gpus "$gpus" --zero_stage 3 --steps 2 --prompts 32 \
+      hybrid "$work" "$1" --size 7b --gpus "$gpus" --zero_stage 3 --steps 2 --prompts 32 \
         -- --check_weight_sync $offload ;;
-    lora_7b) hybrid /tmp/openrlhf_bench_7b "$1" --size 7b --zero_stage 2 --steps 3 --prompts 16 \
+    lora_7b) hybrid "$work" "$1" --size 7b --zero_stage 2 --steps 3 --prompts 16 \
       -- --check_weight_sync --lora_rank 16 --actor_learning_rate 1e-4 ;;
     long_32k) hybrid "$work" "$1" --zero_stage 2 --steps 3 --prompts 4 --samples 2 --prompt_tokens 32000 \
       --new_tokens 512 --max_tokens 32768 ;;
@@ -50,7 +51,7 @@ part() {
     e2e) run python3 -m pytest -q --timeout 500 tests/e2e/test_ppo_command.py ;;
     placements*) # placements, placements:CASE:CASE
       run python3 benchmarks/placements.py --gpus "$gpus" --per_gpu "${PER_GPU:-1}" --steps "${STEPS:-40}" \
-        --out "$work" $(tr ':' ' ' <<<"${1#placements}") ;;
+        --out "${work}_placements" $(tr ':' ' ' <<<"${1#placements}") ;;
     *) echo "unknown part $1" ;;
   esac
 }
@@ -74,7 +75,7 @@ for name in "${names[@]}"; do
   tail -n "${LINES_EACH:-22}" "$OUT/$name.log" | cut -c1-200
 done
 # The logs of the processes of each run, their ends.
-for log in /tmp/openrlhf_bench_*/run_*/ckpt/run/logs/*.log /tmp/openrlhf_bench_*/*/run/logs/*.log; do
+for log in "$WORK"/openrlhf_bench*/*/{ckpt/run,run}/{metrics.jsonl,logs/*.log}; do
   [ -f "$log" ] && (echo "== $log"; tail -c 20000 "$log") >>"$OUT/processes.log"
 done
 true

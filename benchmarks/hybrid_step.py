@@ -114,9 +114,9 @@ def main() -> int:
     parser.add_argument("more", nargs="*", help="further train_ppo_ray flags, after --")
     options = parser.parse_args()
 
-    options.work.mkdir(parents=True, exist_ok=True)
-    model, prompts = options.work / options.size, options.work / "prompts.jsonl"
-    reward, out = options.work / "reward.py", options.work / f"run_{time.time_ns()}"
+    model, out = options.work / options.size, options.work / f"run_{time.time_ns()}"
+    out.mkdir(parents=True)
+    prompts, reward = out / "prompts.jsonl", out / "reward.py"
     make_model(options.size, model)
     make_prompts(prompts, options.prompts * options.steps, options.prompt_tokens)
     reward.write_text(REWARD)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(size: str, folder: Path) -> None:
-    """Write model and tokenizer as a Hugging Face folder, unless they are there."""
+    """Write model and tokenizer as a Hugging Face folder, unless they are there; safe in several processes at once."""
     if (folder / "config.json").is_file():
         return
     tokenizer = make_tokenizer()
@@ -58,8 +59,13 @@ def make_model(size: str, folder: Path) -> None:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen2ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        own = Path(unfinished) / "model"
+        model.save_pretrained(own)
+        tokenizer.save_pretrained(own)
+        if not folder.exists():
+            own.rename(folder)
 
 
 def make_prompts(path: Path, count: int, length: int) -> None:

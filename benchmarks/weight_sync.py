@@ -60,7 +60,7 @@ def run_case(name: str, model: Path, options: argparse.Namespace) -> dict[str, A
     """Run a case; its figures, or its error."""
     out = options.work / f"{model.name}_{name}_{time.time_ns()}"
     flags = f"""
-        --pretrain {model} --prompt_data {options.work / "prompts.jsonl"} --input_key input --label_key answer
+        --pretrain {model} --prompt_data {options.work / "weight_sync.jsonl"} --input_key input --label_key answer
         --remote_rm_url {options.work / "reward.py"} --advantage_estimator reinforce_baseline --init_kl_coef 0
         --n_samples_per_prompt 2 --rollout_batch_size {PROMPTS} --train_batch_size {2 * PROMPTS}
         --micro_train_batch_size 2 --micro_rollout_batch_size 2 --max_len 256 --max_new_tokens 16 --param_dtype bf16
@@ -115,7 +115,7 @@ def main() -> int:
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
     (options.work / "reward.py").write_text(REWARD)
-    make_prompts(options.work / "prompts.jsonl", PROMPTS * options.steps, 64)
+    make_prompts(options.work / "weight_sync.jsonl", PROMPTS * options.steps, 64)
     stack = versions("vllm", "torch", "deepspeed", "ray")
     results: dict[str, dict[str, Any]] = {}
     for size in options.sizes:

@@ -25,7 +25,9 @@ def run_ranks(script: Path, ranks: int, folder: Path, deadline: float, **environ
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port("127.0.0.1")),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
     }
     logs = [folder / f"log_{ranks}_{rank}.txt" for rank in range(ranks)]
     running = []

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -254,14 +255,27 @@ class PolicyWorker(TrainedWorker):
         self._sender.send_weights()
         return time.monotonic() - started
 
-    def write_weights(self, folder: str) -> None:
-        """Write what :meth:`sync_weights` sends into a folder of safetensors files, by rank 0; all ranks call it."""
+    def write_weights(self, folder: str, bucket_bytes: int = 1 << 30) -> None:
+        """Write what :meth:`sync_weights` sends into a folder of safetensors files; all ranks call it.
+
+        Ranks take turns, and a file is written while the next ones are gathered: writing takes a second a GiB.
+
+        Args:
+            bucket_bytes: most bytes in a file; a larger weight comes alone.
+        """
         from safetensors.torch import save_file
 
-        for index, bucket in enumerate(self.engine.gathered_parameters()):
-            if self.rank == 0:
+        with ThreadPoolExecutor(1) as writer:
+            pending: Future[None] | None = None
+            for index, bucket in enumerate(self.engine.gathered_parameters(bucket_bytes)):
+                if index % self.world_size != self.rank:
+                    continue
                 tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
-                save_file(tensors, os.path.join(folder, f"{index:05d}.safetensors"))
+                if pending is not None:
+                    pending.result()
+                pending = writer.submit(save_file, tensors, os.path.join(folder, f"{index:05d}.safetensors"))
+            if pending is not None:
+                pending.result()
 
     def probe(self, token_ids: Sequence[int]) -> np.ndarray:
         """Log-probs at temperature 1 of a text's tokens: float32[T], 0 for the first."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ppo_helpers import ppo_arguments, write_prompts, write_reward
 
 from openrlhf.algorithms.metrics import MetricSum
@@ -18,6 +19,7 @@ from openrlhf.config.derive import data_parallel_size
 from openrlhf.datasets.prompts import load_prompts
 from openrlhf.engines.pool import EnginePool
 from openrlhf.engines.rollouts import RolloutSpec
+from openrlhf.engines.weight_sync.compare import stored_weights
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.episodes import Group
 from openrlhf.trainer.experience import (
@@ -205,7 +207,9 @@ def test_engine_and_trainer_agree_before_training(stack: Stack) -> None:
             assert difference.max() <= 1e-5
 
 
-def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both_engines(stack: Stack) -> None:
+def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both_engines(
+    stack: Stack, tmp_path: Path
+) -> None:
     plain = _train(_experience(stack, stack.system.actor, stack.cfg), stack.system.actor, stack.cfg)
     sharded = _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
     assert len(plain) == len(sharded) == 4
@@ -236,6 +240,16 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
         figures = check.run(sharded.sync_weights(stack.probe, 1))
         assert figures["sync/logprob_diff_max"] <= 1e-5
         assert figures["sync/differing_elements"] == 0 and figures["sync/compared_tensors"] > 20
+
+    # Both ranks write them, file by file in turns.
+    written = []
+    for name, bucket_bytes in (("one", 1 << 30), ("many", 1 << 14)):
+        (tmp_path / name).mkdir()
+        stack.sharded.call("write_weights", str(tmp_path / name), bucket_bytes)
+        written.append(dict(stored_weights(tmp_path / name)))
+    assert len(list((tmp_path / "one").iterdir())) == 1 and len(list((tmp_path / "many").iterdir())) > 4
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(tensor, written[1][name]) for name, tensor in written[0].items())
 
 
 def test_ranks_that_share_sequences_give_the_same_losses(stack: Stack) -> None:

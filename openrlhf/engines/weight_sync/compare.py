@@ -40,12 +40,12 @@ class Comparison:
 
 
 def visible_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of all parameters, and of the weights that vLLM's CPU build keeps packed.
+    """All parameters, not copied, and copies of the weights that vLLM's CPU build keeps packed.
 
     A packed weight can't be read, but multiplying the identity with it gives it exactly: each product has one term
     that is not zero. Where the plain weight is still there (a tied head), both are returned, since both are used.
     """
-    weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, layer in model.named_modules():
         if hasattr(layer, "cpu_linear") and isinstance(width := _input_width(layer), int):
             eye = torch.eye(width, dtype=layer.weight.dtype)
@@ -58,7 +58,7 @@ def _input_width(layer: nn.Module) -> object:
 
 
 def compare(held: dict[str, Tensor], expected: dict[str, Tensor]) -> Comparison:
-    """Compare bit by bit; a tensor that only one side has counts as different in every element."""
+    """Compare bit by bit, on the device of ``expected``; a tensor that only one side has differs in every element."""
     differences = []
     for name in sorted(held.keys() | expected.keys()):
         one, other = held.get(name), expected.get(name)
@@ -66,6 +66,7 @@ def compare(held: dict[str, Tensor], expected: dict[str, Tensor]) -> Comparison:
             count = max(t.numel() for t in (one, other) if t is not None)
             differences.append(TensorDifference(name, count, count, float("inf")))
             continue
+        one = one.to(other.device)
         bits = _BITS[one.element_size()]
         unequal = one.contiguous().view(bits) != other.contiguous().view(bits)
         if count := int(unequal.sum()):

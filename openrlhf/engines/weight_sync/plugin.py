@@ -61,7 +61,8 @@ class WorkerExtension:
         Afterwards it holds what the files say, which is the same when nothing differs.
         """
         runner = self.model_runner  # type: ignore[attr-defined]
-        held = visible_weights(runner.model)
+        # On the CPU: next to the weights a GPU may have no room for another copy.
+        held = {name: tensor.to("cpu", copy=True) for name, tensor in visible_weights(runner.model).items()}
         runner.reload_weights(weights_iterator=stored_weights(Path(folder)))
         refresh_tied_heads(runner.model)
         return compare(held, visible_weights(runner.model))
