@@ -67,6 +67,12 @@ CASES: dict[str, Case] = {
     "together_2_tp2": Case(
         2, f"{TOGETHER} --zero_stage 2 --actor_num_gpus_per_node 2 --vllm_num_engines 1 --vllm_tensor_parallel_size 2"
     ),
+    "together_2_ring": Case(
+        2, f"{TOGETHER} --zero_stage 3 --ring_attn_size 2 --actor_num_gpus_per_node 2 --vllm_num_engines 2"
+    ),
+    "together_2_autotp": Case(
+        2, f"{TOGETHER} --zero_stage 2 --ds_tensor_parallel_size 2 --actor_num_gpus_per_node 2 --vllm_num_engines 2"
+    ),
     "together_2_zpg": Case(2, f"{TOGETHER} --zero_stage 3 --zpg 2 --actor_num_gpus_per_node 2 --vllm_num_engines 2"),
     "apart": Case(2, "--zero_stage 2"),
     "apart_zpg": Case(3, "--zero_stage 3 --zpg 2 --actor_num_gpus_per_node 2"),
