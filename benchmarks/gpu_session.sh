@@ -42,6 +42,9 @@ part() {
     generation) run python3 benchmarks/generation.py --work "$work" --json "$OUT/generation.json" ;;
     training) run python3 benchmarks/training.py --work "$work" --stages 2 --checkpointing on half off \
       --json "$OUT/training.json" ;;
+    bare) # forward, and forward with backward, of as many tokens as the reference work, for its experience phase
+      run python3 benchmarks/training.py --work "$work" --micro_batches 20 --checkpointing on off --stages \
+        --json "$OUT/bare.json" ;;
     logprobs) run python3 benchmarks/logprobs.py ;;
     weight_sync*) # weight_sync, weight_sync:CASE:CASE
       run python3 benchmarks/weight_sync.py --work "$work" --gpus "$gpus" --json "$OUT/weight_sync.json" --check \
