@@ -118,7 +118,9 @@ class RolloutOptions(OptionGroup):
         False, "fill micro-batches up to a number of tokens instead of samples", "train.dynamic_batch_enable"
     )
     train_max_tokens_per_gpu: int = flag(
-        16192, "tokens of a micro-batch in training, per rank", "train.max_tokens_per_gpu"
+        16192,
+        "tokens of a micro-batch in training, per rank; those of the longest sample if more",
+        "train.max_tokens_per_gpu",
     )
     rollout_max_tokens_per_gpu: int | None = flag(
         None,

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SAMPLES_IN_FLIGHT = 1024
 """Samples one engine is given before others wait at the driver: enough to fill it, few enough to balance engines."""
 
+ANSWER_SECONDS = 660.0
+"""Longer than an episode may take, the driver waits for a group: its engine ends late episodes itself, and may then ask
+a group's reward or filter, which have 600 s."""
+
 
 class GroupCalls:
     """Groups in flight: each prompt goes to the least loaded engine.
@@ -33,7 +37,7 @@ class GroupCalls:
         group: the engines.
         samples_per_prompt: episodes of each prompt.
         sampling: options of every episode.
-        timeout: seconds that a prompt may take once it is submitted.
+        timeout: seconds that an episode may take; a group gets :data:`ANSWER_SECONDS` more.
     """
 
     def __init__(self, group: WorkerGroup, samples_per_prompt: int, sampling: SamplingParams, timeout: float) -> None:
@@ -56,7 +60,7 @@ class GroupCalls:
     def submit(self, prompt: PromptItem) -> None:
         index = self._load.index(min(self._load))
         call = self._group.members[index].handle.run_group.remote(prompt, self._samples, self._sampling)
-        self._running[call] = (index, prompt, time.monotonic() + self._timeout)
+        self._running[call] = (index, prompt, time.monotonic() + self._timeout + ANSWER_SECONDS)
         self._load[index] += 1
 
     def wait(self, seconds: float) -> list[Group]:
@@ -66,6 +70,8 @@ class GroupCalls:
             WorkerError: an engine failed or died, or a prompt's time is over; names the prompts that were not done.
         """
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)
+        if done:  # all that are, so that none of them counts as late
+            done, _ = ray.wait(list(self._running), num_returns=len(self._running), timeout=0)
         groups = []
         for call in done:
             index, _, _ = self._running.pop(call)
@@ -80,8 +86,8 @@ class GroupCalls:
         engines = sorted({self._group.members[index].name for index, _, _ in self._running.values()})
         shown = ", ".join(map(str, prompts[:10])) + (" ..." if len(prompts) > 10 else "")
         raise WorkerError(
-            f"{len(prompts)} prompts were not done after {self._timeout:g} s (--rollout_timeout) in "
-            f"{', '.join(engines)}; prompt ids {shown}. Is a reward or an agent stuck?\n"
+            f"{len(prompts)} prompts were not done {ANSWER_SECONDS:g} s after {self._timeout:g} s (--rollout_timeout) "
+            f"in {', '.join(engines)}; prompt ids {shown}. Is a reward or an agent stuck?\n"
             + self._group.members[0].log_excerpt()
         )
 
@@ -111,7 +117,7 @@ class EnginePool:
             prompts: taken one by one as engines have room; asked again after every finished group.
             samples_per_prompt: episodes of each.
             sampling: options of every episode; each gets a seed of its own from run, epoch, prompt and sample.
-            timeout: seconds that each may take.
+            timeout: seconds that each episode may take.
 
         Raises:
             WorkerError: an engine failed or died, or time ran out; names the prompts that were not done.

@@ -130,9 +130,10 @@ class GroupRunner:
             images=prompt_images(cfg, tokenizer) if cfg.max_images_per_prompt else None,
         )
 
-    async def run_group(self, item: PromptItem, n: int, sampling: SamplingParams) -> Group:
+    async def run_group(self, item: PromptItem, n: int, sampling: SamplingParams, weight_version: int) -> Group:
         """The ``n`` episodes of one prompt, with rewards (not those of a reward model)."""
-        return await run_group(item, n, self._engine, replace(self._spec, sampling=sampling))
+        spec = replace(self._spec, sampling=sampling, weight_version=weight_version)
+        return await run_group(item, n, self._engine, spec)
 
     def pop_metrics(self) -> dict[str, float]:
         """Counts and latencies of rewards since the last call."""

@@ -48,6 +48,7 @@ class VLLMEngine:
         self._request_ids = itertools.count()
         self._runner: GroupRunner | None = None
         self._llm: Any = None
+        self._weight_version = 0
 
     async def start(self, rollout: RolloutSpec | None) -> None:
         """Load the model and, if given, what rollouts need (reward functions, agents).
@@ -95,7 +96,7 @@ class VLLMEngine:
         """Run the ``n`` episodes of one prompt, rewards included (not those of a reward model)."""
         if self._runner is None:
             raise RuntimeError("this engine was started without a rollout specification")
-        return await self._runner.run_group(prompt, n, sampling)
+        return await self._runner.run_group(prompt, n, sampling, self._weight_version)
 
     async def pop_metrics(self) -> dict[str, float]:
         """Reward counts and latencies since the last call."""
@@ -154,6 +155,7 @@ class VLLMEngine:
             RuntimeError: requests hold on to what was computed with the old weights.
         """
         await self._llm.finish_weight_update(weight_version=str(weight_version))
+        self._weight_version = weight_version
         if not await self._llm.reset_prefix_cache():
             raise RuntimeError("the cache of prefixes could not be cleared after a weight update: requests are running")
         if not self.spec.can_sleep:

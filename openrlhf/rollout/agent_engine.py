@@ -167,6 +167,7 @@ class AgentEngine:
         self.images = images
         self.placed = tuple(placed)
         self.calls: list[EngineCall] = []
+        self._started = 0
         self.engine_error: EngineError | None = None
 
     async def generate(
@@ -229,9 +230,10 @@ class AgentEngine:
 
     def _prepared(self, sampling: SamplingParams, limit: int) -> SamplingParams:
         seed = sampling.seed
-        if seed is not None and seed == self._seed and self.calls:
-            # The same seed in every turn would tie the turns' random draws together.
-            seed = derive_seed(seed, len(self.calls))
+        if seed is not None and seed == self._seed and self._started:
+            # The same seed in every turn, or in calls side by side, would tie their random draws together.
+            seed = derive_seed(seed, self._started)
+        self._started += 1
         return replace(
             sampling,
             max_tokens=limit,

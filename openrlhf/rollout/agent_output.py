@@ -29,6 +29,7 @@ def trajectory_from_agent_output(
     group_id: int,
     sample_index: int,
     calls: Sequence[EngineCall] = (),
+    weight_version: int = 0,
     want_logprobs: bool = False,
     metadata: Mapping[str, Any] | None = None,
     where: str = "the agent",
@@ -41,6 +42,7 @@ def trajectory_from_agent_output(
     Args:
         output: what `execute` returned.
         calls: the episode's generations.
+        weight_version: of the tokens, where there were no calls.
         want_logprobs: training needs sampling log-probabilities.
         metadata: facts to attach to the trajectory.
         where: sample and executor, for messages.
@@ -59,7 +61,7 @@ def trajectory_from_agent_output(
     for start, end in ranges:
         mask[start:end] = True
     sampled = _match_calls(ids, ranges, calls)
-    versions, unmatched = _versions(ids, ranges, sampled, calls)
+    versions, unmatched = _versions(ids, ranges, sampled, calls, weight_version)
     if unmatched:
         logger.warning(
             "%s: %d of %d action ranges hold ids that the engine did not sample there; training on them "
@@ -163,13 +165,17 @@ def _match_calls(
 
 
 def _versions(
-    ids: IntArray, ranges: Sequence[tuple[int, int]], sampled: Sequence[EngineCall | None], calls: Sequence[EngineCall]
+    ids: IntArray,
+    ranges: Sequence[tuple[int, int]],
+    sampled: Sequence[EngineCall | None],
+    calls: Sequence[EngineCall],
+    current: int,
 ) -> tuple[IntArray, int]:
     """Weight version of each token, and the number of ranges that no call accounts for."""
     versions = np.full(len(ids), -1, dtype=np.int32)
     known = [int(np.min(call.result.weight_version)) for call in calls]
     # An agent that samples by other means (a server of its own) leaves no record: nothing to compare with.
-    oldest = min(known) if known else 0
+    oldest = min(known) if known else current
     unmatched = 0
     for (start, end), call in zip(ranges, sampled, strict=True):
         versions[start:end] = oldest if call is None else call.result.weight_version

@@ -11,7 +11,7 @@ from typing import Any
 
 from openrlhf.rollout.errors import AgentError
 from openrlhf.rollout.protocol import PlacedImage
-from openrlhf.rollout.rewards import RewardClient, RewardRequest, make_reward_source
+from openrlhf.rollout.rewards import RewardClient, RewardRequest, RewardResult, make_reward_source
 from openrlhf.rollout.rewards.base import as_list, finite_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
 from openrlhf.rollout.usercode import run_in_thread
@@ -239,7 +239,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         response = reward_text(hf_tokenizer, ids, episode.ids[len(ids) :], eos_ids=end_of_sequence_ids(hf_tokenizer))
         name = getattr(llm_engine, "name", "sample")
         verdict = await self._rewards.score(RewardRequest(prompt + response, prompt, label, {}, name))
-        assert verdict is not None  # the policy of this client is to raise
+        assert isinstance(verdict, RewardResult)  # the policy of this client is to raise
         output.update(reward=verdict.reward, scores=verdict.score, extra_logs=dict(verdict.extra_logs))
         return output
 

@@ -29,7 +29,7 @@ from openrlhf.rollout.errors import (
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, PlacedImage, SamplingParams, Tokenizer
 from openrlhf.rollout.rewards.base import RewardRequest
-from openrlhf.rollout.rewards.client import RewardClient
+from openrlhf.rollout.rewards.client import NoReward, RewardClient
 from openrlhf.rollout.sample import DynamicFilterOutput, Sample
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import ResponseEnd, continuation_text, end_of_sequence_ids, response_end, reward_text
@@ -102,6 +102,7 @@ class EpisodeSpec:
         on_agent_failure: "raise" ends the rollout when agent code fails, "drop" leaves the sample out.
             Counted. The same goes for images that can't be read.
         images: how prompts have images; None where the model takes none.
+        weight_version: of the engine's weights now; tokens that an agent sampled by other means count as theirs.
     """
 
     sampling: SamplingParams
@@ -118,6 +119,7 @@ class EpisodeSpec:
     episode_timeout: float | None = 1800.0
     on_agent_failure: str = "raise"
     images: PromptImages | None = None
+    weight_version: int = 0
 
     def __post_init__(self) -> None:
         if self.on_long_prompt not in ("truncate", "drop"):
@@ -260,9 +262,8 @@ async def _rewarded(samples: Sequence[Trajectory], spec: EpisodeSpec) -> list[Ou
     for request, verdict in zip(requests, verdicts, strict=True):
         t = request.trajectory
         assert t is not None
-        if verdict is None:
-            message = spec.rewards.pop_error(request)
-            outcomes[id(t)] = EpisodeFailure(t.prompt_id, t.sample_index, "reward", message)
+        if isinstance(verdict, NoReward):
+            outcomes[id(t)] = EpisodeFailure(t.prompt_id, t.sample_index, "reward", verdict.reason)
         elif t.reward is None:
             logs, timings = {**t.extra_logs, **verdict.extra_logs}, {**t.timings, "reward": seconds}
             outcomes[id(t)] = replace(t, reward=verdict.reward, score=verdict.score, extra_logs=logs, timings=timings)
@@ -429,6 +430,7 @@ async def _agent_episode(
                 group_id=item.group_id,
                 sample_index=index,
                 calls=agent_engine.calls,
+                weight_version=spec.weight_version,
                 want_logprobs=spec.sampling.logprobs,
                 metadata={**item.metadata, **_metadata_of(part), "prompt": item.text, "label": item.label},
                 where=f"{name}: {_title(executor)}",

@@ -250,8 +250,11 @@ class GroupCollector:
     def _in_order(self, groups: Iterable[Group]) -> list[Group]:
         return sorted(groups, key=lambda group: self._order[group.item.group_id])
 
-    def finish(self) -> CollectedGroups:
+    def finish(self, may_be_empty: bool = False) -> CollectedGroups:
         """Returns the step's groups and puts surplus ones into the buffer.
+
+        Args:
+            may_be_empty: where the data ran out, nothing need have been kept.
 
         Raises:
             NoLearnableGroups: a filter left too few groups within the limit on draws, or nothing was kept.
@@ -261,7 +264,8 @@ class GroupCollector:
         groups.extend(reserve)
         # Without a filter groups get lost by failures only; those failures have a policy and counts of their own.
         gave_up = self._tally.filter is not None and not self._exhausted
-        if len(groups) < self._target and (gave_up or (self._tally.seen and not groups)):
+        nothing = self._tally.seen > 0 and not groups and not (may_be_empty and self._exhausted)
+        if len(groups) < self._target and (gave_up or nothing):
             for group in groups:
                 self._buffer.put(group)
             stopped = "the data ran out" if self._exhausted else f"the limit of {self._limit} prompts was reached"

@@ -54,49 +54,49 @@ class _Session:
 
     async def complete(self, text: str, limit: int | None, stop: list[str]) -> tuple[Any, int]:
         """Samples a continuation of `text`; returns the completion and the number of prompt tokens."""
-        conversation = self._continued(text)
-        room = self.max_length - len(conversation.ids)
+        conversation, new = self._continued(text)
+        start = len(conversation.ids) + len(new)
+        room = self.max_length - start
         if room <= 0:
+            # Nothing is appended: the client may come back with less.
             conversation.truncated = True
             self.last = conversation if conversation.ranges else self.last
-            raise Refused(f"context_length_exceeded: {len(conversation.ids)} tokens, the limit is {self.max_length}")
+            raise Refused(f"context_length_exceeded: {start} tokens, the limit is {self.max_length}")
         params = copy.deepcopy(self.sampling_params)
         limits = [room, *(number for number in (params.max_tokens, limit) if number is not None)]
         params.max_tokens = min(limits)
         params.stop = [*params.stop, *stop]
         conversation.busy = True
         try:
-            start = len(conversation.ids)
-            output = (await self.engine.generate(list(conversation.ids), params)).outputs[0]
+            output = (await self.engine.generate([*conversation.ids, *new], params)).outputs[0]
         finally:
             conversation.busy = False
         ids = output.token_ids
-        conversation.ids.extend(ids)
+        conversation.ids.extend([*new, *ids])
+        conversation.logprobs.extend([0.0] * len(new))
         if output.logprobs is not None:
             conversation.logprobs.extend(
                 entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)
             )
+        if not conversation.ranges:
+            self.conversations.append(conversation)
         conversation.ranges.append((start, len(conversation.ids)))
-        conversation.text += self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        conversation.text = text + self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         conversation.truncated = output.finish_reason == "length"
         self.last = conversation
         return output, start
 
-    def _continued(self, text: str) -> _Conversation:
-        """The conversation that `text` continues, its new ids appended; a new one if there is none."""
+    def _continued(self, text: str) -> tuple[_Conversation, list[int]]:
+        """The conversation that `text` continues, a new one if there is none, and the ids that come new."""
         fitting = [c for c in self.conversations if c.ranges and not c.busy and text.startswith(c.text)]
         if fitting:
             conversation = max(fitting, key=lambda c: len(c.text))
-            new = text[len(conversation.text) :]
-            ids = list(self.tokenizer.encode(new, add_special_tokens=False)) if new else []
         else:
             conversation = _Conversation("", [], [])
-            self.conversations.append(conversation)
-            ids = list(self.tokenizer.encode(text, add_special_tokens=False))
-        conversation.text = text
-        conversation.ids.extend(ids)
-        conversation.logprobs.extend([0.0] * len(ids))
-        return conversation
+        new = text[len(conversation.text) :]
+        return conversation, list(self.tokenizer.encode(new, add_special_tokens=False)) if new else []
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):

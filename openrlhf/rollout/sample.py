@@ -129,5 +129,8 @@ def split_reward(value: Any, key: str) -> tuple[Any, Any, dict[str, Any]]:
         return value, None, {}
     if key not in value:
         raise ValueError(f"a dict without the key {key!r} (--reward_key; keys: {sorted(map(str, value))})")
-    logs = {str(k): v for k, v in value.items() if k not in (key, "score") and isinstance(v, bool | int | float)}
+    from openrlhf.rollout.rewards.base import as_number
+
+    numbers = {str(k): as_number(v) for k, v in value.items() if k not in (key, "score")}
+    logs = {name: number for name, number in numbers.items() if number is not None}
     return value[key], value.get("score"), logs

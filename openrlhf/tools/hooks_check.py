@@ -102,7 +102,7 @@ async def _roll_out(cfg: PPOConfig, rows: Sequence[PromptRow], engine: LabelEngi
     try:
         items = [prompt_item(row, index, 0) for index, row in enumerate(rows)]
         return list(
-            await asyncio.gather(*(runner.run_group(item, cfg.n_samples_per_prompt, sampling) for item in items))
+            await asyncio.gather(*(runner.run_group(item, cfg.n_samples_per_prompt, sampling, 0) for item in items))
         )
     finally:
         await runner.close()

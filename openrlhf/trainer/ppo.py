@@ -122,7 +122,10 @@ class PPOTrainer:
             self.console.new_step()
             collected = self._roll_out()
             if not collected.groups:
-                break
+                if self.cfg.async_train or not collected.seen:  # a queue is empty when all is done
+                    break
+                self._pass_over(collected)
+                continue
             metrics = {**collected.metrics(), **self.system.engines.pop_metrics()}
             if self._select is not None:
                 metrics["rollout/buffer_filter_failures"] = float(self._select.failures)
@@ -132,6 +135,13 @@ class PPOTrainer:
             self.global_step += 1
             self._after_update(metrics)
         self._save_final()
+
+    def _pass_over(self, collected: CollectedGroups) -> None:
+        """Go on where the last prompts of an episode left nothing to learn from."""
+        reasons = ", ".join(f"{name} {number}" for name, number in collected.dropped.items()) or "their samples failed"
+        self.console.say(f"The last {collected.seen} groups of the episode are left out: {reasons}")
+        self.system.wake_models()
+        self._sync_weights()
 
     def _finished(self) -> bool:
         done = 0 < self.cfg.max_steps <= self.global_step
@@ -206,7 +216,7 @@ class PPOTrainer:
             ):
                 collector.add(group)
                 phase.advance()
-        return collector.finish()
+        return collector.finish(may_be_empty=self.global_step > 0)
 
     # --- update ----------------------------------------------------------------------------------------------------
 
@@ -333,7 +343,8 @@ class PPOTrainer:
             return
         self.stream.load_state_dict(state["data_loader_state_dict"])
         self.buffer.load_state_dict(state["buffer"])
-        self.kl.value = state["kl_coef"]
+        if self.cfg.kl_target is not None:  # else the flag's value holds, also where it was changed
+            self.kl.value = state["kl_coef"]
         self.global_step = state["global_step"]
         self.console.say(
             f"Resumed after step {self.global_step} ({self.stream.consumed} prompts used, {len(self.buffer)} groups "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from openrlhf.engines import pool as engine_pool
 from openrlhf.engines.pool import GroupCalls
 from openrlhf.rollout.errors import RolloutTimeout
 from openrlhf.rollout.trajectory import Trajectory
@@ -134,7 +135,9 @@ class AsyncRollouts:
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait with the lock held."""
-        seen, deadline = self._progress, time.monotonic() + self._timeout
+        # Episodes that are late end in their engine, which comes first.
+        limit = self._timeout + engine_pool.ANSWER_SECONDS
+        seen, deadline = self._progress, time.monotonic() + limit
         while True:
             if self._error is not None:
                 raise self._error
@@ -142,11 +145,12 @@ class AsyncRollouts:
             if condition():
                 return
             if self._progress != seen:
-                seen, deadline = self._progress, time.monotonic() + self._timeout
+                seen, deadline = self._progress, time.monotonic() + limit
             if time.monotonic() > deadline:
                 running = sorted(item.prompt_id for item in self._queue.in_flight)
                 raise RolloutTimeout(
-                    f"waited for {what}, and no group was done for {self._timeout:g} s (--rollout_timeout); "
+                    f"waited for {what}, and no group was done for {limit:g} s (--rollout_timeout, and "
+                    f"{engine_pool.ANSWER_SECONDS:g} s for the engines' answers); "
                     f"{len(running)} prompts are running, ids {running[:10]}"
                 )
             self._changed.wait(min(interrupts.POLL_SECONDS, max(0.01, deadline - time.monotonic())))

@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.config import PPOConfig
 from openrlhf.trainer.system import PPOSystem
-from openrlhf.workers.checkpoint_files import CheckpointError, resume_tag
+from openrlhf.workers.checkpoint_files import CheckpointError, resume_tag, rotate_checkpoints
 
 NO_METRIC = "none"
 
@@ -44,7 +44,7 @@ class PPOCheckpoints:
                 f"--best_metric_key {self._cfg.best_metric_key!r} is no evaluation metric; there are: "
                 f"{', '.join(sorted(metrics))} (or `none` for no best checkpoint)"
             )
-        if self._best_value is not None and metrics[key] <= self._best_value:
+        if self._best_key == key and self._best_value is not None and metrics[key] <= self._best_value:
             return False
         self._best_key, self._best_value = key, metrics[key]
         return True
@@ -62,15 +62,15 @@ class PPOCheckpoints:
 
         Raises:
             WorkerError: a checkpoint is damaged or does not fit this run.
-            CheckpointError: no checkpoint has the format that was asked for, or actor and critic have different newest
-                ones.
+            CheckpointError: no checkpoint has the format that was asked for, or the critic lacks the actor's newest.
         """
         universal = self._cfg.use_ds_universal_ckpt
         tag = resume_tag(self._root / "_actor", universal)
         if tag is None:
             return None
         other = resume_tag(self._root / "_critic", universal) if self._system.critic is not None else tag
-        if other != tag:
+        # A run that was killed between the two has a newer one of the critic.
+        if other != tag and (universal or not (self._root / "_critic" / tag).is_dir()):
             raise CheckpointError(
                 f"{self._root} has checkpoint {tag} of the actor, but {other} of the critic; point both `latest` files "
                 "(`latest_universal` with --use_ds_universal_ckpt) to a tag that both have"
@@ -97,4 +97,8 @@ class PPOCheckpoints:
         for group, part in ((self._system.critic, "_critic"), (self._system.actor, "_actor")):
             if group is not None:
                 folder, limit = str(self._root / part), self._cfg.max_ckpt_mem
-                group.call("save_checkpoint", folder, tag, client_state, keep, limit)
+                # Of the critic none goes before the actor's new one is there.
+                own_keep = keep if group is self._system.actor else None
+                group.call("save_checkpoint", folder, tag, client_state, own_keep, limit)
+        if self._system.critic is not None and keep is not None:
+            rotate_checkpoints(self._root / "_critic", keep, self._cfg.max_ckpt_mem)

@@ -81,5 +81,12 @@ def test_prompts_go_to_the_least_loaded_engine_and_have_a_deadline_each(
     done.clear()
     assert calls.wait(1.0) == []
     clock[0] += 20
-    with pytest.raises(WorkerError, match=r"(?s)4 prompts were not done after 60 s.*ids 0, 2, 3, 4.*for the judge"):
+    assert calls.wait(1.0) == []  # late for an episode; its engine says so, or lets the group go on without it
+    # Groups that end while the driver's time for them runs out are all taken; none of them is late.
+    clock[0] += pool.ANSWER_SECONDS
+    done.extend([(id(first), 0), (id(first), 2), (id(second), 3)])
+    assert calls.wait(1.0) == done
+    done.clear()
+    clock[0] += 60
+    with pytest.raises(WorkerError, match=r"(?s)1 prompts were not done 660 s after 60 s.*ids 4.*for the judge"):
         calls.wait(1.0)

@@ -173,6 +173,20 @@ def test_sampling_parameters_change_from_the_next_turn_on_and_only_for_this_samp
     assert len({s.seed for s in engine.sampling}) == 6  # every sample and every turn has its own
 
 
+def test_calls_side_by_side_have_seeds_of_their_own() -> None:
+    class BestOfFour(AgentExecutorBase):
+        async def execute(self, **given: Any) -> dict[str, Any]:
+            engine, ids = given["llm_engine"], given["llm_engine"].prompt_token_ids
+            calls = [engine.generate(ids, given["sampling_params"]) for _ in range(4)]
+            best = (await asyncio.gather(*calls))[0].outputs[0].token_ids
+            whole = {"observation_tokens": [*ids, *best], "action_ranges": [(len(ids), len(ids) + len(best))]}
+            return {"prompt": given["prompt"], "label": given["label"], "reward": 1.0, **whole}
+
+    engine = ScriptedEngine(lambda ids, sampling: ([A], "stop"), delays=[0.01] * 8)
+    play(BestOfFour(), engine, n=2)
+    assert len({s.seed for s in engine.sampling}) == 8
+
+
 def test_reset_gives_the_first_observation() -> None:
     class Framed(Scripted):
         steps = [step(1.0, done=True)]
@@ -507,6 +521,16 @@ def test_versions_follow_the_turns() -> None:
     replies = [GenerationResult([A, A], None, "stop", 5), GenerationResult([A, A], None, "stop", [5, 6])]
     trajectory = one(executor, ScriptedEngine(replies), sampling=SamplingParams())
     assert trajectory.weight_version.tolist() == [-1, 5, 5, -1, 5, 6]
+
+
+def test_what_was_sampled_elsewhere_counts_as_of_the_present_weights() -> None:
+    class Demonstration(AgentExecutorBase):
+        async def execute(self, **given: Any) -> dict[str, Any]:
+            whole = {"observation_tokens": [A, B, C], "action_ranges": [(1, 3)], "rollout_log_probs": [0.0, -1.0, -1.0]}
+            return {"prompt": given["prompt"], "label": given["label"], "reward": 1.0, **whole}
+
+    trajectory = one(Demonstration(), ScriptedEngine([]), weight_version=7)
+    assert trajectory.weight_version.tolist() == [-1, 7, 7]
 
 
 def test_the_single_turn_executor_for_users_scores_its_sample(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
 
 from openrlhf.config import PPOConfig
@@ -166,6 +167,16 @@ def test_parts_of_a_rollout_are_samples_of_the_group_and_evaluation_takes_the_la
     assert last.metadata["part"] == 1 and last.reward == pytest.approx(0.1)
 
 
+def test_parts_whose_rewards_fail_are_all_left_out_and_counted() -> None:
+    async def rm(args: Any, sample: Sample) -> float:
+        raise ConnectionError(f"no judge for part {sample.metadata['part']}")
+
+    group = play(lambda ids, s: text("4"), 2, generate=fan_out, rm=rm)
+    assert not group.trajectories and [failure.kind for failure in group.failures] == ["reward"] * 4
+    for part in range(2):
+        assert sum(f"no judge for part {part}" in failure.message for failure in group.failures) == 2
+
+
 async def fails(args: Any, sample: Sample, sampling_params: Any) -> Sample:
     if sample.index == 1:
         raise ValueError("no tool")
@@ -215,12 +226,14 @@ def test_a_reward_sees_the_sample_and_the_rows_facts() -> None:
 
     async def rm(args: Any, sample: Sample) -> dict[str, Any]:
         seen.append(sample)
-        return {"points": 0.5, "score": True, "digits": 1, "why": "text"}
+        numbers = {"share": np.float32(0.25), "length": np.int64(3), "kl": torch.tensor(0.5)}
+        return {"points": 0.5, "score": True, "digits": 1, "why": "text", **numbers}
 
     args = replace(ARGS, reward_key="points")
     group = play([text("5")], rm=rm, args=args, metadata={"datasource": "sums", "level": 3})
     (sample,) = group.trajectories
-    assert (sample.reward, sample.score, sample.extra_logs) == (0.5, 1.0, {"digits": 1.0})
+    logged = {"digits": 1.0, "share": 0.25, "length": 3.0, "kl": 0.5}
+    assert (sample.reward, sample.score, sample.extra_logs) == (0.5, 1.0, logged)
     (given,) = seen
     assert (given.prompt, given.label, given.response, given.metadata["level"]) == ("2+2=", "4", "5<eos>", 3)
     assert (given.tokens, given.response_length, given.loss_mask) == ([*TOK.encode("2+2="), *text("5")], 2, [1, 1])

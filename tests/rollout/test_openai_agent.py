@@ -310,6 +310,21 @@ def test_a_full_context_is_refused_and_counts_as_truncated() -> None:
     assert trajectory.truncated and trajectory.token_ids.tolist()[-3:] == [A, B, EOS]
 
 
+def test_after_a_refusal_a_shorter_request_goes_on_with_the_same_row() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        history = [user(prompt), assistant("ab")]
+        await ask(client, history[:1])
+        with pytest.raises(openai.BadRequestError, match="context_length_exceeded: .* tokens, the limit is 32"):
+            await ask(client, [*history, user("more " * 20)])
+        await ask(client, [*history, user("more")])
+        return 0.5
+
+    trajectory = one(play, ScriptedEngine([[A, B, EOS], [B, EOS]]), max_length=32)
+    assert trajectory.extra_logs["conversations"] == 1.0 and not trajectory.truncated
+    assert trajectory.token_ids[trajectory.action_mask].tolist() == [A, B, EOS, B, EOS]
+    assert TOK.decode(trajectory.token_ids.tolist()) == "U:hi<eos>\nA:ab<eos>\nU:more<eos>\nA:b<eos>"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [

@@ -20,6 +20,7 @@ from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, HTTPReward, RewardClient, RewardRequest, make_reward_source
 from openrlhf.rollout.rewards import builtin as builtin_rewards
 from openrlhf.rollout.rewards.base import RewardResult
+from openrlhf.rollout.rewards.client import NoReward
 
 
 def requests(count: int) -> list[RewardRequest]:
@@ -101,11 +102,11 @@ def test_servers_of_one_name_are_replicas_and_a_part_that_fails_is_a_failure(tmp
         source = make_reward_source(f"judge={url}/x,length={file},judge={url}/y", "judge=2,length=3")
         client = RewardClient(source, on_failure="drop")
         results = await asyncio.gather(*(client.score(request) for request in requests(32)))
-        assert [r.reward for r in results if r] == [7.0] * 32
+        assert [r.reward for r in results] == [7.0] * 32
         assert {path for path, _ in bodies} == {"/x", "/y"} and sum(len(query) for _, query in bodies) == 32
         down = True
-        lost = requests(1)[0]
-        assert await client.score(lost) is None and "down" in client.pop_error(lost)
+        lost = await client.score(requests(1)[0])
+        assert isinstance(lost, NoReward) and "down" in lost.reason
         assert client.pop_metrics()["reward/dropped"] == 1
         await client.close()
         await runner.cleanup()

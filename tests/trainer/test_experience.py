@@ -106,6 +106,15 @@ def test_outputs_of_ranks_come_back_in_order(cfg: PPOConfig, ranks: int) -> None
     assert sequence_outputs(batches, firsts, 5).tolist() == [float(ids[0]) for ids in sequences]
 
 
+def test_a_sample_beyond_the_token_budget_makes_the_micro_batches_as_large(cfg: PPOConfig) -> None:
+    cfg = replace(cfg, use_dynamic_batch=True, train_max_tokens_per_gpu=8, rollout_max_tokens_per_gpu=8)
+    sequences = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 13, 5, 4, 2)]
+    (rank,) = forward_batches(sequences, 1, cfg)
+    tokens = [len(batch.input_ids) for batch in rank]
+    assert sum(tokens) == 27 and max(tokens) == 13
+    assert len(forward_batches(sequences[2:], 1, cfg)[0]) == 2
+
+
 def test_advantages_of_uneven_groups_keep_to_their_own_tokens(cfg: PPOConfig) -> None:
     experience = collect(rollout())
     summary = add_advantages(experience, cfg, 0.0)

@@ -14,6 +14,7 @@ import pytest
 from scripted_run import AsyncPool, Policy, Pool, config, rows, trainer_arguments
 
 from openrlhf.config import PPOConfig
+from openrlhf.engines import pool as engine_pool
 from openrlhf.rollout.errors import RolloutTimeout
 from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.ppo_async import AsyncPPOTrainer, staleness_metrics
@@ -154,13 +155,17 @@ def test_a_failing_trainer_ends_the_generation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [{}, {"partial_rollout": True}])
-def test_an_engine_that_answers_nothing_is_given_up(tmp_path: Path, flags: dict[str, Any]) -> None:
+def test_an_engine_that_answers_nothing_is_given_up(
+    tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_pool, "ANSWER_SECONDS", 0.0)
     pool = AsyncPool(seconds=1e9)
     with pytest.raises(RolloutTimeout, match=r"waited for the groups of the next step.*0.5 s.* 2 prompts are running"):
         run(AsyncPPOTrainer, configured(tmp_path, rollout_timeout=0.5, **flags), pool, Learner(pool))
 
 
-def test_a_drain_has_a_deadline(tmp_path: Path) -> None:
+def test_a_drain_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "ANSWER_SECONDS", 0.0)
     cfg = configured(tmp_path, rollout_timeout=0.3)
     trainer = AsyncPPOTrainer(*trainer_arguments(cfg, AsyncPool(seconds=1e9), Policy(), PROMPTS))
     try:

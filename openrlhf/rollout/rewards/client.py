@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, RewardSource
@@ -16,7 +17,15 @@ logger = logging.getLogger(__name__)
 
 FAILURE_POLICIES = ("stop", "drop", "zero")
 
-_Entry = tuple[RewardRequest, asyncio.Future[RewardResult | None]]
+
+@dataclass(frozen=True)
+class NoReward:
+    """Why a sample is to be left out."""
+
+    reason: str
+
+
+_Entry = tuple[RewardRequest, asyncio.Future[RewardResult | NoReward]]
 
 
 class RewardClient:
@@ -28,7 +37,7 @@ class RewardClient:
     Args:
         source: where rewards come from.
         on_failure: what a final failure does: "stop" raises, "drop" leaves the sample out (`score` returns
-            None), "zero" gives reward and score 0.0 and the extra log ``reward_failed`` = 1. All are counted.
+            a `NoReward`), "zero" gives reward and score 0.0 and the extra log ``reward_failed`` = 1. All are counted.
         batch_size: samples in one call of the source.
         max_concurrency: calls of the source at the same time.
     """
@@ -49,31 +58,26 @@ class RewardClient:
         self._counts: Counter[str] = Counter()
         self._latencies: list[float] = []
         self._retries_reported = 0
-        self._errors: dict[str, str] = {}
 
-    async def score(self, request: RewardRequest) -> RewardResult | None:
-        """Returns the result for one sample, or None where it failed and the policy is "drop".
+    async def score(self, request: RewardRequest) -> RewardResult | NoReward:
+        """Returns the result for one sample, or why there is none where it failed and the policy is "drop".
 
         Raises:
             RewardError: it failed and the policy is "stop".
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[RewardResult | None] = loop.create_future()
+        future: asyncio.Future[RewardResult | NoReward] = loop.create_future()
         self._waiting.append((request, future))
         # Not at once: what else becomes ready in this turn of the loop joins the same call.
         loop.call_soon(self._start_calls)
         return await future
 
-    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | None]:
+    async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | NoReward]:
         """As `score` for all samples of a prompt, in one call of the source."""
         loop = asyncio.get_running_loop()
         entries: list[_Entry] = [(request, loop.create_future()) for request in requests]
         self._start(entries)
         return await gather_all([future for _, future in entries])
-
-    def pop_error(self, request: RewardRequest) -> str:
-        """Why the request got None, asked once."""
-        return self._errors.pop(request.sample)
 
     async def close(self) -> None:
         """Cancels what is running and closes the source."""
@@ -133,11 +137,11 @@ class RewardClient:
         errors = {id(outcome): outcome for outcome in outcomes if isinstance(outcome, RewardError)}
         for failure in errors.values() if self._on_failure != "stop" else ():
             logger.warning("no reward (%s): %s", self._on_failure, failure)
-        for (request, future), outcome in zip(batch, outcomes, strict=True):
+        for (_, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue
             if isinstance(outcome, RewardError):
-                self._fail(request, future, outcome)
+                self._fail(future, outcome)
             else:
                 future.set_result(outcome)
 
@@ -161,14 +165,13 @@ class RewardClient:
             return [RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")] * len(requests)
         return list(results)
 
-    def _fail(self, request: RewardRequest, future: asyncio.Future[RewardResult | None], error: RewardError) -> None:
+    def _fail(self, future: asyncio.Future[RewardResult | NoReward], error: RewardError) -> None:
         self._counts["failures"] += 1
         if self._on_failure == "stop":
             future.set_exception(error)
         elif self._on_failure == "drop":
             self._counts["dropped"] += 1
-            self._errors[request.sample] = str(error)
-            future.set_result(None)
+            future.set_result(NoReward(str(error)))
         else:
             self._counts["zeroed"] += 1
             future.set_result(RewardResult(0.0, 0.0, {"reward_failed": 1.0}))

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards import HTTPOptions, HTTPReward, RewardClient, RewardRequest
+from openrlhf.rollout.rewards.client import NoReward
 
 FAST = HTTPOptions(first_wait=0.01, max_wait=0.02, jitter=0.0, max_tries=4, timeout=5.0)
 Answer = Callable[[dict[str, Any]], Awaitable[web.Response] | web.Response]
@@ -167,7 +168,7 @@ def test_a_server_that_stays_down_is_an_error_and_never_a_zero() -> None:
         assert servers[0].url in str(caught.value) and not caught.value.isolatable
         assert len(servers[0].bodies) == 4
         client = RewardClient(reward, on_failure="drop")
-        assert await client.score(requests(1)[0]) is None
+        assert isinstance(await client.score(requests(1)[0]), NoReward)
         assert client.pop_metrics()["reward/dropped"] == 1
 
     with_servers([statuses(503)], use)

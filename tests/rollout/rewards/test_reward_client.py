@@ -10,6 +10,7 @@ import pytest
 
 from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards import FunctionReward, RewardClient, RewardRequest, RewardResult
+from openrlhf.rollout.rewards.client import NoReward
 
 
 def request(index: int) -> RewardRequest:
@@ -56,8 +57,8 @@ def test_stop_raises_and_names_the_sample() -> None:
 def test_drop_and_zero_touch_only_the_bad_sample() -> None:
     client = RewardClient(bad_for(2), on_failure="drop")
     results = score_all(client, 4)
-    assert [None if r is None else r.reward for r in results] == [1.0, 2.0, None, 4.0]
-    assert "prompt 2 sample 0" in client.pop_error(RewardRequest("", "", sample="prompt 2 sample 0"))
+    assert [r.reward for r in (*results[:2], results[3])] == [1.0, 2.0, 4.0]
+    assert isinstance(results[2], NoReward) and "prompt 2 sample 0" in results[2].reason
     metrics = client.pop_metrics()
     assert (metrics["reward/samples"], metrics["reward/failures"], metrics["reward/dropped"]) == (4, 1, 1)
     client = RewardClient(bad_for(2), on_failure="zero")
@@ -77,7 +78,7 @@ def test_a_source_that_is_down_is_not_asked_again_for_each_sample() -> None:
 
     source = Down()
     client = RewardClient(source, on_failure="drop")
-    assert score_all(client, 3) == [None, None, None]
+    assert score_all(client, 3) == [NoReward("down")] * 3
     assert source.calls == 1
 
 

@@ -1,0 +1,121 @@
+"""The loop of train_ppo_ray without Ray or a model: what it does at the ends of episodes, and with checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_run import Policy, Pool, config, rows, trainer_arguments
+
+from openrlhf.config import PPOConfig
+from openrlhf.datasets.order import epoch_permutation
+from openrlhf.rollout.errors import NoLearnableGroups
+from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
+from openrlhf.workers.checkpoint_files import CheckpointError, checkpoint_tags, finish_checkpoint, rotate_checkpoints
+from openrlhf.workers.checkpoint_files import writing_tag as scratch_tag
+from openrlhf.workers.group import WorkerError
+
+
+def trained(cfg: PPOConfig, without_reward: int) -> tuple[PPOTrainer, Policy]:
+    """A run over five prompts of which the one in this place of the first episode has no reward."""
+    place = epoch_permutation(5, cfg.seed, 0).tolist()[without_reward]
+    policy = Policy()
+    prompts = rows(*(("z" if index == place else "q", "") for index in range(5)))
+    trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), policy, prompts))
+    trainer.fit()
+    return trainer, policy
+
+
+@pytest.mark.parametrize(("episodes", "steps"), [(1, 2), (2, 5)])
+def test_the_end_of_an_episode_without_anything_to_learn_is_passed_over(
+    tmp_path: Path, episodes: int, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five prompts, two a rollout: the fifth is alone, and its samples have no reward."""
+    cfg = config(tmp_path, num_episodes=episodes)
+    trainer, policy = trained(cfg, without_reward=4)
+    assert trainer.global_step == steps and len(policy.trained) == steps
+    assert policy.calls.count("sync_weights") == steps + 2  # at the start and after the end of the first episode
+    assert policy.calls[-1] == "save_hf"
+    assert "The last 1 groups of the episode are left out" in capsys.readouterr().out
+
+
+def test_a_run_that_has_nothing_to_learn_from_the_start_is_an_error(tmp_path: Path) -> None:
+    cfg = config(tmp_path, num_episodes=2)
+    trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), Policy(), rows(("z", ""))))
+    with pytest.raises(NoLearnableGroups, match="the data ran out"):
+        trainer.fit()
+
+
+class Saves(Policy):
+    """Writes checkpoints, but dies at one."""
+
+    def __init__(self, dies_at: str = "") -> None:
+        super().__init__()
+        self.dies_at = dies_at
+        self.loaded: list[str] = []
+
+    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        if method == "save_checkpoint":
+            folder, tag, state, keep, limit = args
+            if tag == self.dies_at:
+                raise WorkerError(f"killed at {tag}")
+            (Path(folder) / scratch_tag(tag)).mkdir(parents=True)
+            finish_checkpoint(folder, tag, {})
+            if keep is not None:
+                rotate_checkpoints(folder, keep, limit)
+        if method == "load_checkpoint":
+            self.loaded.append(args[1])
+            return [{"global_step": int(args[1][len("global_step") :])}]
+        return super().call(method, *args, **options)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_run_killed_between_critic_and_actor_resumes_from_what_both_have(tmp_path: Path, keep: int) -> None:
+    cfg = config(tmp_path, max_ckpt_num=keep)
+    system = PPOTrainer(*trainer_arguments(cfg, Pool(), Saves("global_step6"), rows(("q", "")))).system
+    actor, critic = system.actor, Saves()
+    system.critic = critic  # type: ignore[assignment]
+    checkpoints = PPOCheckpoints(cfg, system)
+    for step in range(1, 6):
+        checkpoints.save(step, {})
+    with pytest.raises(WorkerError, match="killed at global_step6"):
+        checkpoints.save(6, {})
+    root = Path(cfg.ckpt_path)
+    assert checkpoint_tags(root / "_actor") == [f"global_step{step}" for step in range(6 - keep, 6)]
+    assert set(checkpoint_tags(root / "_actor")) < set(checkpoint_tags(root / "_critic"))
+
+    assert checkpoints.load() == {"global_step": 5}
+    assert actor.loaded == critic.loaded == ["global_step5"]  # type: ignore[attr-defined]
+    actor.dies_at = ""  # type: ignore[attr-defined]
+    checkpoints.save(6, {})
+    assert checkpoint_tags(root / "_actor") == checkpoint_tags(root / "_critic")
+    assert len(checkpoint_tags(root / "_critic")) == keep
+
+    for tag in checkpoint_tags(root / "_critic"):
+        (root / "_critic" / tag).rename(root / "_critic" / f"{tag}0")
+    (root / "_critic" / "latest").write_text("global_step60")
+    with pytest.raises(CheckpointError, match="global_step6 of the actor, but global_step60 of the critic"):
+        checkpoints.load()
+
+
+def test_another_metric_is_not_compared_with_the_old_one(tmp_path: Path) -> None:
+    cfg = config(tmp_path, save_steps=1, best_metric_key="eval_b_pass1")
+    checkpoints = PPOTrainer(*trainer_arguments(cfg, Pool(), Saves(), rows(("q", "")))).checkpoints
+    checkpoints._best_key, checkpoints._best_value = "eval_response_length_mean", 512.0
+    assert checkpoints.improves({"eval_b_pass1": 0.9})
+    assert not checkpoints.improves({"eval_b_pass1": 0.8}) and checkpoints.improves({"eval_b_pass1": 0.95})
+
+
+@pytest.mark.parametrize(("target", "expected"), [(None, 0.001), (0.1, 0.05)])
+def test_a_resumed_run_takes_the_weight_of_the_kl_from_the_flag_unless_it_adapts(
+    tmp_path: Path, target: float | None, expected: float
+) -> None:
+    flags = {"init_kl_coef": 0.001, "kl_target": target, "advantage_estimator": "reinforce", "load_checkpoint": True}
+    cfg = config(tmp_path, **{name: value for name, value in flags.items() if value is not None})
+    trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), Policy(), rows(("q", ""))))
+    state = {**trainer._client_state(), "kl_coef": 0.05, "global_step": 3}
+    trainer.checkpoints.load = lambda: state  # type: ignore[method-assign]
+    trainer._resume()
+    assert (trainer.kl.value, trainer.global_step) == (expected, 3)
