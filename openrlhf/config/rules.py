@@ -295,8 +295,10 @@ def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: st
     if len(probabilities) != count:
         problem = f"has {len(probabilities)} numbers for {count} sources"
         yield Violation(probs_flag, problem, f"give one for each source of --{data_flag}")
-    elif min(probabilities) < 0 or abs(sum(probabilities) - 1) > 1e-6:
-        problem = f"{text}: probabilities are 0 or more and sum to 1, these to {sum(probabilities):g}"
+    elif min(probabilities) <= 0:
+        yield Violation(probs_flag, f"{text}: a probability must be above 0", f"leave the source out of --{data_flag}")
+    elif abs(sum(probabilities) - 1) > 1e-6:
+        problem = f"{text}: probabilities sum to 1, these to {sum(probabilities):g}"
         yield Violation(probs_flag, problem, "divide them by their sum")
 
 

@@ -124,9 +124,9 @@ def _probabilities(given: str | Sequence[float] | None, count: int) -> list[floa
         raise DataError(f"sampling probabilities {given!r} are not numbers separated by commas") from error
     if len(values) != count:
         raise DataError(f"{len(values)} sampling probabilities were given for {count} data sources: {given!r}")
-    if min(values) < 0 or abs(sum(values) - 1.0) > 1e-6:
-        raise DataError(f"sampling probabilities must be >= 0 and sum to 1, got {given!r}")
-    return values
+    if min(values) <= 0 or abs(sum(values) - 1.0) > 1e-6:
+        raise DataError(f"sampling probabilities must be above 0 and sum to 1, got {given!r}")
+    return [value / sum(values) for value in values]  # NumPy wants the sum more exactly than people write thirds
 
 
 def _load(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
@@ -215,7 +215,7 @@ def _slice(rows: Any, split: str, source: str) -> Dataset:
 
 
 def _bound(text: str, count: int, default: int) -> int:
-    if text in ("", "-", "%"):
+    if text.strip("-%") == "":
         return default
     value = round(count * int(text[:-1]) / 100) if text.endswith("%") else int(text)
     return min(max(value + count if value < 0 else value, 0), count)

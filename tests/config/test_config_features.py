@@ -67,7 +67,8 @@ class TestPaths:
         [
             ("0.5", "1 numbers for 2 sources"),
             ("0.5,0.6", "sum to 1"),
-            ("1.5,-0.5", "0 or more"),
+            ("1.5,-0.5", "above 0"),
+            ("1,0", "leave the source out"),
             ("a,b", "no list of numbers"),
         ],
     )

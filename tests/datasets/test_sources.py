@@ -78,6 +78,7 @@ def test_a_named_source_names_its_rows(tmp_path: Path, jsonl: str) -> None:
         ("train[2:4]", [2, 3]),
         ("train[-2:]", [8, 9]),
         ("train[:100]", list(range(10))),
+        ("train[-%:]", list(range(10))),
     ],
 )
 def test_splits(jsonl: str, split: str, expected: list[int]) -> None:
@@ -97,10 +98,13 @@ def test_mixing_repeats_the_smaller_source_until_all_are_used_up(tmp_path: Path,
     assert len(mixed) == 26
     assert {f"q{i}" for i in range(10)} <= set(mixed) and {f"b{i}" for i in range(4)} <= set(mixed)
     assert mixed == values(f"{jsonl},{small}", probabilities="0.5,0.5", seed=42)
+    thirds = values(f"{jsonl},{small},{small}", probabilities="0.3333333,0.3333333,0.3333333", seed=42)
+    assert set(thirds) == set(mixed)
 
 
 @pytest.mark.parametrize(
-    ("probabilities", "message"), [("0.5", "1 sampling.*2 data"), ("0.5,0.6", "sum to 1"), ("a,b", "not numbers")]
+    ("probabilities", "message"),
+    [("0.5", "1 sampling.*2 data"), ("0.5,0.6", "sum to 1"), ("1,0", "above 0"), ("a,b", "not numbers")],
 )
 def test_bad_probabilities(jsonl: str, probabilities: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
