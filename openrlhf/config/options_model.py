@@ -243,7 +243,7 @@ class CheckpointOptions(OptionGroup):
     )
     save_hf_ckpt: bool = flag(
         False,
-        "also write each checkpoint's model in Hugging Face format (a folder ending in _hf)",
+        "also write each checkpoint's model in Hugging Face format (a folder ending in _hf, which PPO never removes)",
         "ckpt.save_hf",
     )
     disable_ds_ckpt: bool = flag(
