@@ -64,8 +64,11 @@ def make_model(size: str, folder: Path) -> None:
         own = Path(unfinished) / "model"
         model.save_pretrained(own)
         tokenizer.save_pretrained(own)
-        if not folder.exists():
+        try:
             own.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another process was first
+                raise
 
 
 def make_prompts(path: Path, count: int, length: int) -> None:

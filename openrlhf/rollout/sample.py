@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from openrlhf.rollout.rewards.base import as_number
 from openrlhf.rollout.trajectory import Trajectory
 
 
@@ -129,8 +130,6 @@ def split_reward(value: Any, key: str) -> tuple[Any, Any, dict[str, Any]]:
         return value, None, {}
     if key not in value:
         raise ValueError(f"a dict without the key {key!r} (--reward_key; keys: {sorted(map(str, value))})")
-    from openrlhf.rollout.rewards.base import as_number
-
     numbers = {str(k): as_number(v) for k, v in value.items() if k not in (key, "score")}
     logs = {name: number for name, number in numbers.items() if number is not None}
     return value[key], value.get("score"), logs

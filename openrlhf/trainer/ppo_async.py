@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from openrlhf.engines import pool as engine_pool
-from openrlhf.engines.pool import GroupCalls
 from openrlhf.rollout.errors import RolloutTimeout
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.experience import Experience, RolloutSummary
@@ -38,7 +37,7 @@ class AsyncRollouts:
         timeout: seconds without any progress after which a wait gives up.
     """
 
-    def __init__(self, queue: RolloutQueue, calls: GroupCalls, timeout: float) -> None:
+    def __init__(self, queue: RolloutQueue, calls: engine_pool.GroupCalls, timeout: float) -> None:
         self._queue = queue
         self._calls = calls
         self._timeout = timeout

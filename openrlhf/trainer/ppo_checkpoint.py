@@ -93,12 +93,11 @@ class PPOCheckpoints:
             self._system.actor.call("save_hf", str(self._root / f"{tag}_hf"))
         if self._cfg.disable_ds_ckpt:
             return
-        # The critic first: `latest` of the actor, which a resume looks at, moves when both are complete.
-        for group, part in ((self._system.critic, "_critic"), (self._system.actor, "_actor")):
-            if group is not None:
-                folder, limit = str(self._root / part), self._cfg.max_ckpt_mem
-                # Of the critic none goes before the actor's new one is there.
-                own_keep = keep if group is self._system.actor else None
-                group.call("save_checkpoint", folder, tag, client_state, own_keep, limit)
-        if self._system.critic is not None and keep is not None:
-            rotate_checkpoints(self._root / "_critic", keep, self._cfg.max_ckpt_mem)
+        critic, limit = self._system.critic, self._cfg.max_ckpt_mem
+        # The critic first: `latest` of the actor, which a resume looks at, moves when both are complete. Until then
+        # no older one of the critic goes either.
+        if critic is not None:
+            critic.call("save_checkpoint", str(self._root / "_critic"), tag, client_state, None, limit)
+        self._system.actor.call("save_checkpoint", str(self._root / "_actor"), tag, client_state, keep, limit)
+        if critic is not None and keep is not None:
+            rotate_checkpoints(self._root / "_critic", keep, limit)
