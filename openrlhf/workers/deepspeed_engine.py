@@ -34,7 +34,13 @@ from openrlhf.workers.moving_average import MovingAverage
 from openrlhf.workers.muon import MuonWithAdamW
 from openrlhf.workers.offload import drop_gradients, offload_engine
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler
-from openrlhf.workers.tensor_parallel import accept_batches, divide_frozen, gradient_norm, tensor_parallel_config
+from openrlhf.workers.tensor_parallel import (
+    accept_batches,
+    divide_frozen,
+    gradient_norm,
+    tensor_parallel_config,
+    unite_replicas,
+)
 
 logger = get_logger(__name__)
 
@@ -241,6 +247,8 @@ class TrainEngine:
             self._engine.zero_grad()
             self._refuse(finite, own_norm)
         self._engine.step()
+        if self.opts.ds_tensor_parallel_size > 1:
+            unite_replicas(self.module.parameters())
         norm = own_norm if own_norm is not None else float(self._engine.get_global_grad_norm())
         skipped = not self._engine.was_step_applied()
         if self.opts.param_dtype == "fp16" and not any_rank(not finite):

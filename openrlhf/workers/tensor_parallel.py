@@ -11,11 +11,13 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import nn
 
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of
 from openrlhf.models.loading import unwrap_hf
-from openrlhf.models.partition import is_divided
+from openrlhf.models.partition import is_divided, is_partitioned
 from openrlhf.models.vision import is_vision_model
 from openrlhf.workers.distributed import all_reduce_sum
 
@@ -87,3 +89,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter], replicas: int) -> float:
     if norms[True]:
         square += all_reduce_sum([float(torch.stack(norms[True]).norm()) ** 2])[0] / replicas
     return math.sqrt(square)
+
+
+def unite_replicas(parameters: Iterable[nn.Parameter]) -> None:
+    """Give the weights that each rank of a group has whole the values of the group's first rank, in place.
+
+    The ranks compute the gradients of these weights each for itself, and on a GPU the sums of an embedding's gradient
+    come in any order: without this the ranks' copies part, by an element a step at first.
+    """
+    group, first = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_src_rank()
+    copies: list[Any] = [p for p in parameters if p.requires_grad and not is_divided(p)]
+    tensors = [p.data for p in copies if p.data.numel()]  # with ZeRO-3 small weights stay whole beside their part
+    tensors += [p.ds_tensor.data for p in copies if is_partitioned(p)]
+    for work in [dist.broadcast(tensor, first, group=group, async_op=True) for tensor in tensors]:
+        work.wait()

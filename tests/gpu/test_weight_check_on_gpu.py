@@ -30,8 +30,8 @@ def test_a_planted_element_is_found(
 ) -> None:
     if torch.cuda.device_count() < tensor_parallel:
         pytest.skip(f"needs {tensor_parallel} GPUs")
-    # A function is sent to the workers.
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to the workers,
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # which can't be forks: this process has used the GPU
     from vllm import LLM
 
     shape: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2, "tie": tie}

@@ -69,6 +69,26 @@ def _resumed(path: str, folder: Path, stage: int) -> dict[str, Any]:
     }
 
 
+def _parted(path: str, stage: int) -> float:
+    """Largest difference of the ranks' weights after a step in which their gradients were not quite the same.
+
+    On a GPU the gradient of an embedding is summed in any order.
+    """
+    engine = _engine(path, zero_stage=stage)
+    off = 0.01 * dist.get_rank()
+    for parameter in engine.module.parameters():
+        parameter.register_hook(lambda gradient: gradient + off)
+    for _ in range(2):
+        _step(engine)
+    weights = _weights(engine)
+    first = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in first.values():
+        dist.broadcast(tensor, 0)
+    gap = torch.tensor(_largest(weights, first))
+    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+    return float(gap)
+
+
 def _alone(path: str) -> list[list[float]]:
     """Three steps of the model on one rank, with plain torch."""
     model = PolicyModel(load_causal_lm(path, options())).train()
@@ -130,6 +150,7 @@ def tensor_grid(folder: Path) -> dict[str, Any]:
     return {
         "alone": _alone(path),
         "stages": {stage: _resumed(path, folder, stage) for stage in STAGES},
+        "parted": {stage: _parted(path, stage) for stage in STAGES},
         "partitioned while loaded": _step(_engine(path, zero3_init=True, zero_stage=3)),
         "frozen": difference,
         "scores": _scores(path),

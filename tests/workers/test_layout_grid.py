@@ -89,6 +89,7 @@ def test_two_ranks_share_layers(grids: dict[int, dict[str, Any]], stage: int) ->
         assert got == pytest.approx(expected, rel=1e-5)
     assert found["again"] == pytest.approx(found["steps"][2], rel=1e-6) and found["resumed"] < 1e-6
     assert found["saved"] == 0 and found["shapes"]
+    assert split["parted"][str(stage)] == 0, "the ranks' copies of weights that are not divided are not the same"
     if stage == 3:
         assert split["partitioned while loaded"] == pytest.approx(split["alone"][0], rel=1e-5)
 
