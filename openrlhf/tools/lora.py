@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config import LoraCombinerConfig
+from openrlhf.models.export import is_finite
 from openrlhf.models.loading import check_model_folder, load_tokenizer, torch_dtype, unwrap_hf, write_hf_folder
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import (
@@ -218,7 +219,7 @@ def _write(
 ) -> None:
     merged.to(torch_dtype(param_dtype))
     state = {name: tensor.detach() for name, tensor in named_state(merged)}
-    bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    bad = [name for name, tensor in state.items() if not is_finite(tensor)]
     if bad:
         raise ToolError(
             f"the merged weight {bad[0]} is not finite in {param_dtype}; use --param_dtype bf16 or fp32, or check the "

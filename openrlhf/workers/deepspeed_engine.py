@@ -18,7 +18,7 @@ from openrlhf import platform
 from openrlhf.config.derive import data_copies
 from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.engines.weight_sync.buckets import plan_buckets
-from openrlhf.models.export import exported_weights
+from openrlhf.models.export import exported_weights, is_finite
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
@@ -330,7 +330,7 @@ class TrainEngine:
         problem = ""
         if first:
             try:
-                bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+                bad = [name for name, tensor in state.items() if not is_finite(tensor)]
                 if bad:
                     raise RuntimeError(f"refusing to save {folder}: not finite: {', '.join(bad[:5])}")
                 write_hf_folder(self.hf_model, state, folder, tokenizer, config_updates)
