@@ -448,7 +448,7 @@ def write_hf_folder(
         else:
             if prefix != _HEAD:
                 state = {_rename_head(name, prefix): tensor for name, tensor in state.items()}
-            base.save_pretrained(scratch, state_dict=state, safe_serialization=True)
+            _save_weights(base, state, scratch)
         config.architectures = [type(base).__name__]
         config.save_pretrained(scratch)
         if isinstance(getattr(base, "openrlhf_vision", None), VisionInputs):
@@ -456,6 +456,24 @@ def write_hf_folder(
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         publish_folder(scratch, folder)
+
+
+def _save_weights(model: PreTrainedModel, state: dict[str, Tensor], folder: Path) -> None:
+    """Weights, config.json and generation_config.json, the last as it was loaded.
+
+    Published models have a temperature without ``do_sample``, which transformers reads and refuses to write.
+    """
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+        return
+    model.generation_config = type(generation)()
+    try:
+        model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    finally:
+        model.generation_config = generation
+    if model.can_generate():
+        generation.to_json_file(folder / "generation_config.json", use_diff=True, keys_to_pop=["compile_config"])
 
 
 def _rename_head(name: str, prefix: str) -> str:

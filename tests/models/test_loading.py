@@ -204,6 +204,21 @@ def test_empty_tensors_are_never_written(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.6, "top_p": 0.9, "max_length": 4096}, {"do_sample": True, "top_k": 3}, {}]
+)
+def test_generation_settings_stay_as_they_are(folder: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    """Also those that transformers warns of: a temperature without do_sample."""
+    settings = {"bos_token_id": 1, "eos_token_id": [2, 5], **settings}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    model = load_causal_lm(str(folder), options())
+    write_hf_folder(model, state_of(model), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    written.pop("transformers_version")
+    assert written == settings
+    assert model.generation_config.eos_token_id == [2, 5]
+
+
 def test_failed_save_leaves_the_old_model_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_causal_lm(str(folder), options()), load_tokenizer(str(folder))
     write_hf_folder(model, state_of(model), tmp_path / "out", tokenizer)
