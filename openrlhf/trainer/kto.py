@@ -110,7 +110,7 @@ class KTOTrainer(PreferenceTrainer):
 
     def _reference_point(self, mismatched: MismatchedAnswers, places: range, reference: Tensor) -> float:
         expected = require_scored(reference[places.start : places.stop], len(places))
-        logprobs = all_answer_logprobs(self.engine, self.world, mismatched, places, self.limits)
+        logprobs = all_answer_logprobs(self.backoff, self.world, mismatched, places, self.limits)
         return kto_reference_point(logprobs, expected)
 
     def accumulate(self, rows: list[int]) -> MetricSum:

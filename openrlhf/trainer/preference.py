@@ -6,15 +6,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.metrics import SEQUENCE, TOKEN, MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig
-from openrlhf.trainer.sequences import BLOCK, Limits, Sequences, micro_batches
+from openrlhf.trainer.sequences import BLOCK, Limits, Sequences, micro_batches, positions
 from openrlhf.trainer.supervised import SupervisedTrainer, aux_coefficient, reduce_metrics
+from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
@@ -53,6 +53,7 @@ class PreferenceTrainer(SupervisedTrainer):
         self.data = data
         self.eval_data = eval_data
         self.tokenizer = tokenizer
+        self.backoff = MemoryBackoff(engine, self.sequences_per_row, SUPERVISED_ADVICE)
         self.limits = row_limits(cfg, self.sequences_per_row)
         self._aux_coef = aux_coefficient(cfg)
 
@@ -76,8 +77,10 @@ class PreferenceTrainer(SupervisedTrainer):
             metrics.add(name, 0.0, 0.0, SEQUENCE)
         groups = self._groups(rows)
         tokens = sum(int(self.data.lengths[list(group)].sum()) for group in groups)
-        batches = list(micro_batches(self.data, groups, self.engine, self.limits))
-        for index, (members, batch) in enumerate(batches):
+
+        def loss_of(batch: MicroBatch) -> tuple[Tensor, MetricSum]:
+            metrics = MetricSum()
+            members = positions(batch, self.sequences_per_row)
             outputs = self.engine(batch)
             if members:
                 loss = self.row_losses([rows[i] for i in members], batch, outputs, metrics).sum() / len(rows)
@@ -87,20 +90,27 @@ class PreferenceTrainer(SupervisedTrainer):
                 share = batch.num_tokens / tokens if members else 0.0
                 loss = loss + self._aux_coef * share * outputs.aux_loss
                 metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
-            self.engine.backward(loss.float(), last=index == len(batches) - 1)
-        return metrics
+            return loss.float(), metrics
+
+        batches = list(micro_batches(self.data, groups, self.engine, self.limits))
+        return metrics.merge(self.backoff.accumulate(batches, loss_of))
 
     def evaluate(self) -> dict[str, float]:
         """Means over all rows of the evaluation data, each row once."""
         assert self.eval_data is not None
         metrics = MetricSum()
-        with torch.no_grad():
-            for start in range(0, len(self.eval_data), BLOCK):
-                groups = self._groups(range(start, min(start + BLOCK, len(self.eval_data))))
-                for members, batch in micro_batches(self.eval_data, groups, self.engine, self.limits):
-                    outputs = self.engine(batch)
-                    if members:
-                        self.row_losses([start + i for i in members], batch, outputs, metrics)
+        for start in range(0, len(self.eval_data), BLOCK):
+            rows = range(start, min(start + BLOCK, len(self.eval_data)))
+
+            def losses_of(batch: MicroBatch, rows: range = rows) -> Tensor:
+                members = positions(batch, self.sequences_per_row)
+                outputs = self.engine(batch)
+                if not members:
+                    return outputs[0].new_zeros(0)
+                return self.row_losses([rows[i] for i in members], batch, outputs, metrics)
+
+            for batch in micro_batches(self.eval_data, self._groups(rows), self.engine, self.limits):
+                self.backoff.forward(batch, losses_of)
         values = reduce_metrics(metrics)
         return {shown: values[name] for name, shown in self.eval_names.items() if name in values}
 

@@ -20,6 +20,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
 from openrlhf.utils.logging import get_logger
+from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import NonFiniteError, TrainEngine
 from openrlhf.workers.distributed import World, broadcast_object
 
@@ -65,14 +66,15 @@ def reference_logprobs(
     logger.info("log-probs of the reference model %s: %d answers", path, sum(len(part.indices) for part in wanted))
     policy = PolicyModel(load_causal_lm(path, cfg, trainable=False), packing=cfg.packing_samples)
     engine = TrainEngine(policy, cfg, optimizer=None, param_offload=cfg.ref_offload)
+    backoff = MemoryBackoff(engine, advice=SUPERVISED_ADVICE)
     result = {
-        part.name: all_answer_logprobs(engine, world, part.sequences, part.indices, part.limits) for part in wanted
+        part.name: all_answer_logprobs(backoff, world, part.sequences, part.indices, part.limits) for part in wanted
     }
     bad = [name for name, values in result.items() if not bool(torch.isfinite(values).all())]
     if bad:
         raise NonFiniteError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
     _free(engine)
-    del policy, engine
+    del policy, engine, backoff
     gc.collect()
     platform.empty_cache()
     if world.is_first and cfg.save_steps > 0:

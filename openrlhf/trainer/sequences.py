@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 from openrlhf.algorithms.packed import masked_sequence_sum
 from openrlhf.batching import MicroBatch, pack, plan_micro_batches
 from openrlhf.utils.logging import get_logger
+from openrlhf.workers.backoff import MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
@@ -53,12 +54,12 @@ class Limits:
 
 def micro_batches(
     sequences: Sequences, groups: Sequence[Sequence[int]], engine: TrainEngine, limits: Limits
-) -> Iterator[tuple[list[int], MicroBatch]]:
-    """This rank's share of some groups of sequences, on its device; as many micro-batches on every rank.
+) -> Iterator[MicroBatch]:
+    """This rank's share of some groups of equally many sequences, on its device; as many micro-batches on every rank.
 
     Yields:
-        Positions in ``groups``, and the sequences of these groups one after another with the column ``mask``.
-        Without positions the batch is a stand-in.
+        Sequences of groups one after another, numbered through all ``groups`` (see :func:`positions`), with the
+        column ``mask``.
     """
     lengths = [int(sequences.lengths[list(group)].sum()) for group in groups]
     plan = plan_micro_batches(
@@ -70,9 +71,17 @@ def micro_batches(
     for members in plan.ranks[engine.data_parallel_rank]:
         parts = sequences.fetch([index for i in members for index in groups[i]])
         batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
-        if not parts:
+        if parts:
+            numbers = [len(groups[i]) * i + place for i in members for place in range(len(groups[i]))]
+            batch = replace(batch, sequence_index=torch.tensor(numbers))
+        else:
             batch = batch.with_columns(mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
-        yield list(members), batch.to(engine.device)
+        yield batch.to(engine.device)
+
+
+def positions(batch: MicroBatch, group: int) -> list[int]:
+    """Which groups of ``group`` sequences a micro-batch holds; none for a stand-in."""
+    return [] if batch.is_dummy else [index // group for index in batch.sequence_index[::group].tolist()]
 
 
 def answer_logprobs(batch: MicroBatch, logprobs: Tensor) -> Tensor:
@@ -81,24 +90,25 @@ def answer_logprobs(batch: MicroBatch, logprobs: Tensor) -> Tensor:
 
 
 def all_answer_logprobs(
-    engine: TrainEngine, world: World, sequences: Sequences, indices: Sequence[int], limits: Limits
+    backoff: MemoryBackoff, world: World, sequences: Sequences, indices: Sequence[int], limits: Limits
 ) -> Tensor:
     """float64 ``[len(indices)]`` on the CPU: :func:`answer_logprobs` of some sequences, the same on all ranks.
 
-    Without gradients; the engine holds a policy. All ranks call it. When it takes long, it logs how far it is.
+    Without gradients; the engine of ``backoff`` holds a policy. All ranks call it. When it takes long, it logs
+    how far it is.
     """
+    engine = backoff.engine
     sums = torch.zeros(len(indices), dtype=torch.float64)
     told = time.monotonic()
-    with torch.no_grad():
-        for start in range(0, len(indices), BLOCK):
-            if time.monotonic() - told > _TELL_AFTER_S:
-                told = time.monotonic()
-                logger.info("log-probs: %d of %d sequences", start, len(indices))
-            groups = [(int(index),) for index in indices[start : start + BLOCK]]
-            for members, batch in micro_batches(sequences, groups, engine, limits):
-                values = answer_logprobs(batch, engine(batch).logprobs)
-                if members:
-                    sums[[start + i for i in members]] = values.cpu()
+    for start in range(0, len(indices), BLOCK):
+        if time.monotonic() - told > _TELL_AFTER_S:
+            told = time.monotonic()
+            logger.info("log-probs: %d of %d sequences", start, len(indices))
+        groups = [(int(index),) for index in indices[start : start + BLOCK]]
+        for batch in micro_batches(sequences, groups, engine, limits):
+            values = backoff.forward(batch, lambda part: answer_logprobs(part, engine(part).logprobs))
+            if members := positions(batch, 1):
+                sums[[start + i for i in members]] = values.cpu()
     if world.size > 1:
         dist.all_reduce(sums)  # each sequence was on one rank (or several that share one), and is 0 on the others
     return sums / engine.data_copies

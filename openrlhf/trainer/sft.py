@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -33,7 +32,7 @@ from openrlhf.trainer.supervised import (
     reduce_metrics,
     total_steps,
 )
-from openrlhf.workers.backoff import MemoryBackoff
+from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
@@ -64,7 +63,7 @@ class SFTTrainer(SupervisedTrainer):
         self._micro_batch_size = cfg.micro_train_batch_size
         self._max_tokens = cfg.micro_train_batch_size * cfg.max_len
         self._aux_coef = aux_coefficient(cfg)
-        self._backoff = MemoryBackoff(self.engine)
+        self._backoff = MemoryBackoff(self.engine, advice=SUPERVISED_ADVICE)
 
     def take_rows(self) -> list[int]:
         """The rows of the next step."""
@@ -107,13 +106,12 @@ class SFTTrainer(SupervisedTrainer):
         """``eval gpt_loss``: mean over all supervised tokens of the evaluation data."""
         assert self.eval_data is not None
         metrics = MetricSum()
-        with torch.no_grad():
-            for start in range(0, len(self.eval_data), _EVAL_BLOCK):
-                rows = range(start, min(start + _EVAL_BLOCK, len(self.eval_data)))
-                for batch in self._micro_batches(self.eval_data.fetch(rows)):
-                    mask = batch.columns["mask"]
-                    total = cross_entropy_sum(self.engine(batch).logprobs, mask)
-                    metrics.add("eval gpt_loss", total, mask.sum(), TOKEN)
+        for start in range(0, len(self.eval_data), _EVAL_BLOCK):
+            rows = range(start, min(start + _EVAL_BLOCK, len(self.eval_data)))
+            for batch in self._micro_batches(self.eval_data.fetch(rows)):
+                mask = batch.columns["mask"]
+                logprobs = self._backoff.forward(batch, lambda part: self.engine(part).logprobs)
+                metrics.add("eval gpt_loss", cross_entropy_sum(logprobs, mask), mask.sum(), TOKEN)
         return reduce_metrics(metrics)
 
 

@@ -23,6 +23,7 @@ from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.utils.logging import get_logger
+from openrlhf.workers.backoff import OutOfMemoryError
 from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.deepspeed_engine import NonFiniteError, OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import DistributedError, World, init_distributed, shutdown
@@ -44,6 +45,7 @@ EXPLAINED = (
     ModelLoadError,
     NonFiniteError,
     LayerSplitError,
+    OutOfMemoryError,
     PackingError,
 )
 """Failures whose message says what to do; anything else ends with a traceback."""

@@ -9,6 +9,7 @@ with what to turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,12 +30,32 @@ class OutOfMemoryError(RuntimeError):
     """A micro-batch does not fit into GPU memory and can't be cut; says what to turn."""
 
 
-def cut(batch: MicroBatch) -> list[MicroBatch]:
-    """A micro-batch as two of about half the tokens each; the same one where it has a single sequence."""
-    if batch.num_sequences < 2:
+@dataclass(frozen=True)
+class Advice:
+    """What to turn where memory does not suffice: in passes with gradients, and in those without."""
+
+    training: str
+    forward: str
+
+
+_OTHER = "more GPUs with --zero_stage 3, --adam_offload, or a lower --max_len"
+_PPO = "a lower --micro_{0}_batch_size (with --use_dynamic_batch --{0}_max_tokens_per_gpu), "
+_ROWS = "a lower --micro_train_batch_size, "
+_RECOMPUTE = "--gradient_checkpointing, "
+PPO_ADVICE = Advice(_PPO.format("train") + _RECOMPUTE + _OTHER, _PPO.format("rollout") + _OTHER)
+SUPERVISED_ADVICE = Advice(_ROWS + _RECOMPUTE + _OTHER, _ROWS + _OTHER)
+
+
+def cut(batch: MicroBatch, group: int = 1) -> list[MicroBatch]:
+    """A micro-batch as two of about half the tokens each; the same one where it has a single group of sequences.
+
+    Args:
+        group: neighbouring sequences that stay together (2: the answers of a pair).
+    """
+    if batch.num_sequences < 2 * group:
         return [batch]
-    ends = batch.cu_seqlens[1:-1].long()
-    first = int((ends - batch.num_tokens / 2).abs().argmin()) + 1
+    ends = batch.cu_seqlens[group:-group:group].long()
+    first = group * (int((ends - batch.num_tokens / 2).abs().argmin()) + 1)
     return [_part(batch, 0, first), _part(batch, first, batch.num_sequences)]
 
 
@@ -58,10 +79,14 @@ class MemoryBackoff:
 
     Args:
         engine: of one rank, or in passes that exchange nothing; see :meth:`TrainEngine.passes_alone`.
+        group: neighbouring sequences that stay together.
+        advice: part of what a user is told.
     """
 
-    def __init__(self, engine: TrainEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: TrainEngine, group: int = 1, advice: Advice = PPO_ADVICE) -> None:
+        self.engine = engine
+        self._group = group
+        self._advice = advice
         self._too_many: int | None = None
         """Tokens of the smallest micro-batch that did not fit."""
 
@@ -84,7 +109,7 @@ class MemoryBackoff:
             if failed is None:
                 break
             batches[failed : failed + 1] = self._halves(batches[failed], training=True)
-            self._engine.discard_gradients()
+            self.engine.discard_gradients()
             cuts += 1
         metrics.add(CUTS, float(cuts), 1.0, STEP)
         return metrics
@@ -94,8 +119,8 @@ class MemoryBackoff:
         metrics = MetricSum()
         for index, batch in enumerate(batches):
             try:
-                loss, part = loss_of(batch.to(self._engine.device))
-                self._engine.backward(loss, last=index == len(batches) - 1)
+                loss, part = loss_of(batch.to(self.engine.device))
+                self.engine.backward(loss, last=index == len(batches) - 1)
             except torch.OutOfMemoryError:
                 return metrics, index
             metrics = metrics.merge(part)
@@ -121,7 +146,7 @@ class MemoryBackoff:
 
     def _try(self, batch: MicroBatch, run: Callable[[MicroBatch], Tensor]) -> Tensor | None:
         try:
-            return run(batch.to(self._engine.device))
+            return run(batch.to(self.engine.device))
         except torch.OutOfMemoryError:
             return None
 
@@ -130,38 +155,32 @@ class MemoryBackoff:
 
         Where ranks wait for one another none is cut: each must have as many as the others.
         """
-        if not self._engine.passes_alone(training):
+        if not self.engine.passes_alone(training):
             return list(batches), 0
         result: list[MicroBatch] = []
         waiting, cuts = list(batches), 0
         while waiting:
             batch = waiting.pop(0)
-            if self._too_many is not None and batch.num_tokens >= self._too_many and batch.num_sequences > 1:
-                waiting[:0] = cut(batch)
+            if self._too_many is not None and batch.num_tokens >= self._too_many and self._divides(batch):
+                waiting[:0] = cut(batch, self._group)
                 cuts += 1
             else:
                 result.append(batch)
         return result, cuts
 
+    def _divides(self, batch: MicroBatch) -> bool:
+        return batch.num_sequences >= 2 * self._group
+
     def _halves(self, batch: MicroBatch, training: bool) -> list[MicroBatch]:
         empty_cache()
         size = f"{batch.num_tokens} tokens in {batch.num_sequences} sequences"
         memory = f"{memory_stats()} after the attempt"
-        if not self._engine.passes_alone(training) or batch.num_sequences < 2:
-            raise OutOfMemoryError(
-                f"a micro-batch of {size} does not fit into GPU memory ({memory}); {_advice(training)}"
-            )
+        advice = f"to avoid it: {self._advice.training if training else self._advice.forward}"
+        if not self.engine.passes_alone(training) or not self._divides(batch):
+            raise OutOfMemoryError(f"a micro-batch of {size} does not fit into GPU memory ({memory}); {advice}")
         self._too_many = min(batch.num_tokens, self._too_many or batch.num_tokens)
         logger.warning(
             "a micro-batch of %s does not fit into GPU memory (%s): it is cut in two, and so will others be; %s",
-            *(size, memory, _advice(training)),
+            *(size, memory, advice),
         )
-        return cut(batch)
-
-
-def _advice(training: bool) -> str:
-    kind, other = ("train", "--gradient_checkpointing, ") if training else ("rollout", "")
-    return (
-        f"to avoid it: a lower --micro_{kind}_batch_size (with --use_dynamic_batch --{kind}_max_tokens_per_gpu), "
-        f"{other}more GPUs with --zero_stage 3, --adam_offload, or a lower --max_len"
-    )
+        return cut(batch, self._group)

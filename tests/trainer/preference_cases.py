@@ -5,6 +5,7 @@ Usage: preference_cases.py <folder>, with the rank in the environment
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,17 +13,21 @@ import random
 import re
 import shlex
 import sys
-from collections.abc import Callable
+import unittest.mock
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import set_seed
 
 from openrlhf import platform
+from openrlhf.batching import MicroBatch
 from openrlhf.config import parse_cli
 from openrlhf.trainer import dpo, kto, reward_model, supervised
 from openrlhf.utils.tiny_model import make_tiny_model
+from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +51,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "packed": {"packing_samples": True},
         "zero3": {"zero_stage": 3, "micro_train_batch_size": 8},
         "zero0": {"zero_stage": 0, "micro_train_batch_size": 1},
+        "cut": {"micro_train_batch_size": 8},
     },
     2: {
         "ranks2": {},
@@ -112,6 +118,20 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+@contextlib.contextmanager
+def little_memory(tokens: int) -> Iterator[None]:
+    """Passes over more tokens don't fit, of every engine."""
+    call = TrainEngine.__call__
+
+    def limited(engine: TrainEngine, batch: MicroBatch) -> Any:
+        if batch.num_tokens > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return call(engine, batch)
+
+    with unittest.mock.patch.object(TrainEngine, "__call__", limited):
+        yield
+
+
 class Cases:
     """The folder with models and data, and the metrics of each run."""
 
@@ -159,7 +179,8 @@ class Cases:
         place = f"{command}/{name}"
         cfg = parse_cli(command, self.flags(command, place, **changes))
         set_seed(cfg.seed)
-        TRAIN[command](cfg, self.world)
+        with little_memory(40) if name == "cut" else contextlib.nullcontext():
+            TRAIN[command](cfg, self.world)
         dist.barrier()
         lines = (self.folder / place / "ckpt" / "run" / "metrics.jsonl").read_text().splitlines()
         self.results[place] = [json.loads(line) for line in lines]

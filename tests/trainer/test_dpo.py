@@ -18,8 +18,19 @@ from openrlhf.datasets.sources import DataError
 from openrlhf.trainer.dpo import DPOTrainer
 from openrlhf.trainer.reference import require_scored
 from openrlhf.trainer.sequences import answer_logprobs
+from openrlhf.workers.messages import CUTS
 
-LAYOUTS = ["packed", "zero3", "zero0", "offload", "ranks2", "ranks2_packed_zero3", "ranks2_micro1", "ranks2_divided"]
+LAYOUTS = [
+    "packed",
+    "zero3",
+    "zero0",
+    "cut",
+    "offload",
+    "ranks2",
+    "ranks2_packed_zero3",
+    "ranks2_micro1",
+    "ranks2_divided",
+]
 
 
 class TestWithoutEngine:
@@ -102,6 +113,10 @@ class TestRuns:
         for metric in ("eval_loss", "acc_mean"):
             base = preference_runs.values("train_dpo/base", metric, "eval")
             assert preference_runs.values(f"train_dpo/{layout}", metric, "eval") == pytest.approx(base, abs=1e-6)
+
+    def test_micro_batches_that_do_not_fit_are_cut(self, preference_runs: Any) -> None:
+        for command in ("train_rm", "train_dpo", "train_kto"):
+            assert min(preference_runs.values(f"{command}/cut", CUTS)) > 0
 
     @pytest.mark.parametrize("ranks", [1, 2])
     def test_evaluation_counts_every_pair_once(self, preference_runs: Any, ranks: int) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from openrlhf.algorithms.losses import kto_loss, kto_reference_point
 from openrlhf.trainer.kto import MismatchedAnswers
 
-LAYOUTS = ["packed", "zero3", "zero0", "ranks2", "ranks2_packed_zero3", "ranks2_micro1", "ranks2_divided"]
+LAYOUTS = ["packed", "zero3", "zero0", "cut", "ranks2", "ranks2_packed_zero3", "ranks2_micro1", "ranks2_divided"]
 BETA = 0.1
 
 

@@ -19,7 +19,7 @@ from openrlhf.tools.scoring import RewardScorer
 
 pytestmark = pytest.mark.e2e
 
-LAYOUTS = ["packed", "zero3", "zero0", "ranks2", "ranks2_packed_zero3", "ranks2_micro1", "ranks2_divided"]
+LAYOUTS = ["packed", "zero3", "zero0", "cut", "ranks2", "ranks2_packed_zero3", "ranks2_micro1", "ranks2_divided"]
 
 
 def test_metrics_have_the_known_names(preference_runs: Any) -> None:

@@ -32,6 +32,17 @@ def test_halves_are_the_whole_in_order(lengths: tuple[int, ...], sizes: tuple[in
     assert all(half.cu_seqlens.dtype == torch.int32 and int(half.cu_seqlens[0]) == 0 for half in halves)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sizes"), [((5, 5, 5, 5), (10, 10)), ((9, 9, 1, 1, 1, 1), (18, 4)), ((1, 1, 2, 2, 9, 9), (6, 18))]
+)
+def test_pairs_stay_together(lengths: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    halves = cut(batch(*lengths), group=2)
+    assert tuple(half.num_tokens for half in halves) == sizes
+    assert torch.cat([half.sequence_index for half in halves]).tolist() == list(range(len(lengths)))
+    pair = batch(9, 9)
+    assert cut(pair, group=2) == [pair]
+
+
 def test_images_go_with_their_sequence() -> None:
     whole = replace(batch(6, 4, 10), images=((1, 2, b"first"), (7, 1, b"second"), (12, 3, b"third")))
     first, second = cut(whole)
