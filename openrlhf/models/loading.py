@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,7 @@ logger = get_logger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Above this size on disk, ZeRO-3 ranks load only their part of each tensor into memory.
 ZERO3_INIT_BYTES = 4 << 30
+_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings)$")
 _HEAD = "score"
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -257,6 +259,7 @@ def _from_pretrained(
         raise
     except Exception as error:  # transformers, safetensors and torch each have their own; all mean the same here
         raise ModelLoadError(f"cannot load model {path!r}: {type(error).__name__}: {_first_line(error)}") from error
+    _check_positions(model, path, getattr(opts, "max_len", 0))
     if opts.packing_samples and attention != "flash_attention_2":
         check_packing(config, type(model))
     if platform.device_type() == "cuda" and not opts.use_liger_kernel:
@@ -265,6 +268,15 @@ def _from_pretrained(
     model.openrlhf_original_config = dropout
     model.config.use_cache = False
     return model, set(info["missing_keys"])
+
+
+def _check_positions(model: PreTrainedModel, path: str, max_len: int) -> None:
+    """A table of learned positions has an end, behind which a GPU stops with an assertion that names nothing."""
+    tables = (name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
+    learned = any(_POSITIONS.search(name) for name in tables)
+    limit = model.config.get_text_config().max_position_embeddings if learned else max_len
+    if max_len > limit:
+        raise ModelLoadError(f"{path!r} has positions for {limit} tokens; use --max_len {limit} instead of {max_len}")
 
 
 def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> nn.Module:

@@ -129,13 +129,19 @@ def _to_hf(root: Path, tag: str, cfg: ConvertConfig) -> str:
         state = {name: tensor.detach() for name, tensor in named_state(model)}
         write_hf_folder(model, state, scratch, tokenizer, {"dtype": torch_dtype(cfg.param_dtype)})
         mark(scratch, COMMAND, checkpoint=str(root / tag), pretrain=cfg.pretrain, param_dtype=cfg.param_dtype)
-        told = f"wrote {count} weights of {root / tag} to {cfg.output_path}"
+        told = f"wrote {count} weights of {root / tag} to {cfg.output_path}, with {_beside(cfg)}"
         if cfg.verify:
             del model
             again = load_for_inference(str(scratch), LoadSettings(param_dtype=cfg.param_dtype), is_rm=cfg.is_rm)
             told += "; " + require_same(before, answers(again, tokenizer, cfg.is_rm), cfg.is_rm, cfg.param_dtype)
         publish_folder(scratch, output)
     return told
+
+
+def _beside(cfg: ConvertConfig) -> str:
+    """What the folder has beside weights, which a checkpoint does not."""
+    told = f"the tokenizer and the chat template of {cfg.pretrain}"
+    return f"{told}, and no mean and std of the scores for --normalize_reward" if cfg.is_rm else told
 
 
 @torch.no_grad()

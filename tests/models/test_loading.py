@@ -52,6 +52,15 @@ def test_missing_shard_is_named(folder: Path) -> None:
         check_model_folder(str(folder))
 
 
+def test_more_tokens_than_learned_positions(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m", "gpt2", n_embd=64, n_layer=2, n_head=4, max_position_embeddings=32)
+    with pytest.raises(ModelLoadError, match="positions for 32 tokens; use --max_len 32 instead of 33"):
+        load_causal_lm(path, options(max_len=33))
+    assert load_causal_lm(path, options(max_len=32)) is not None
+    rotary = make_tiny_model(tmp_path / "r", "qwen2", max_position_embeddings=32)
+    assert load_causal_lm(rotary, options(max_len=100)) is not None
+
+
 def test_damaged_weights_are_reported_with_the_path(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(ModelLoadError, match=str(folder)):

@@ -86,7 +86,9 @@ def test_zero2hf_gives_what_training_saves(folder: Path, tmp_path: Path, capsys:
         flags += ["--is_rm", "--value_head_prefix", "value_head"]
     assert main(["zero2hf", *flags]) == 0
     what = "scores" if name == "rm" else "log-probs"
-    assert f"largest difference of {what} on 4 fixed texts" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"largest difference of {what} on 4 fixed texts" in told
+    assert f"the chat template of {folder / model}" in told and ("no mean and std" in told) == (name == "rm")
     ours = load_file(tmp_path / "hf" / "model.safetensors")
     saved = load_file(folder / f"{name}_hf" / "model.safetensors")
     assert ours.keys() == saved.keys() and ("value_head.weight" in ours) == (name == "rm")
