@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -197,11 +198,15 @@ def _unusable(reason: str) -> TokenizedPair:
 
 def _margin(row: dict[str, Any], where: str) -> float:
     value = row[MARGIN]
-    if value is None:  # a source without margins beside one that has them
+    if value in (None, ""):  # a source without margins beside one that has them
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+    try:  # a cell of a CSV file is a text
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
         raise DataError(f"{where}: column {MARGIN!r} is {value!r}, not a number")
-    return float(value)
+    return number
 
 
 class _Half(NamedTuple):

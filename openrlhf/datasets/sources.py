@@ -14,13 +14,13 @@ from datasets import (
     concatenate_datasets,
     disable_progress_bars,
     interleave_datasets,
-    load_dataset,
     load_from_disk,
 )
 from datasets.exceptions import DatasetGenerationError
 
 from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.datasource import FILE_SUFFIXES, Source, parse_sources
+from openrlhf.datasets.readers import read_as_written
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 _SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
@@ -160,7 +160,7 @@ def _load_file(source: Source, path: Path) -> Dataset | DatasetDict:
     if path.stat().st_size == 0:
         raise DataError(f"data source {source.path!r} is an empty file")
     try:
-        return load_dataset(loader, data_files=str(path))
+        return read_as_written(loader, data_files=str(path))
     except (DatasetGenerationError, ValueError, OSError) as error:
         raise DataError(f"cannot read {source.path!r} as {loader}: {_reason(error)}") from error
 
@@ -170,7 +170,7 @@ def _load_folder(source: Source, path: Path) -> Dataset | DatasetDict:
     try:
         if saved and source.data_dir is None:
             return load_from_disk(str(path))
-        return load_dataset(str(path), data_dir=source.data_dir)
+        return read_as_written(str(path), data_dir=source.data_dir)
     except (DatasetGenerationError, ValueError, OSError) as error:
         files = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
         raise DataError(f"cannot read the folder {source.path!r} ({_reason(error)}); it has: {files}") from error
@@ -185,7 +185,7 @@ def _load_remote(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
         namespace, _, name = source.path.partition("/")
         return MsDataset.load(name or namespace, namespace=namespace if name else None).to_hf_dataset()
     try:
-        return load_dataset(source.path, data_dir=source.data_dir)
+        return read_as_written(source.path, data_dir=source.data_dir)
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"data source {source.path!r} is neither a file or folder here, nor a data set of the Hugging Face hub "

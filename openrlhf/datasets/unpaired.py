@@ -24,6 +24,7 @@ _FEATURES = Features(
         "dropped": Value("string"),
     }
 )
+_LABEL_TEXTS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def build_unpaired_dataset(
 
 
 def _label(value: Any, where: str, column: str) -> bool:
+    if isinstance(value, str):  # a cell of a CSV file
+        value = _LABEL_TEXTS.get(value.strip().lower(), value)
     if value in (0, 1):  # True and False too
         return bool(value)
     raise DataError(

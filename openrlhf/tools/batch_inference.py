@@ -87,12 +87,12 @@ def _rows(cfg: BatchInferenceConfig) -> Dataset:
 
 
 def write_rows(path: str, rows: Iterable[Row]) -> None:
-    """Write JSON lines; the file appears when it is complete."""
+    """Write JSON lines, labels without a JSON form (dates) as texts; the file appears when it is complete."""
     target = Path(path).expanduser()
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(target) as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------- generating

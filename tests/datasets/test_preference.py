@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from datasets import Dataset
 
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.datasets.sources import DataError
+from openrlhf.datasets.sources import DataError, load_rows
 from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
 
 TOKENIZER = letters()
@@ -213,7 +214,13 @@ class TestMargin:
         ):
             build([self.ROW], RMConfig, prompt_key="p", margin_loss=True)
 
-    @pytest.mark.parametrize("value", ["much", float("nan")])
+    def test_of_csv_files(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.csv").write_text("p,chosen,rejected,margin\na,b,c,0.5\na,b,c,\na,b,c,-2\n")
+        cfg = RMConfig(prompt_key="p", margin_loss=True)
+        data = build_preference_dataset(load_rows(str(tmp_path / "rows.csv")), cfg, TOKENIZER)
+        assert data.margins.tolist() == [0.5, 0.0, -2.0]
+
+    @pytest.mark.parametrize("value", ["much", "nan", float("nan"), [1.0], True])
     def test_no_number(self, value: Any) -> None:
         with pytest.raises(DataError, match="row 0: column 'margin' is"):
             build([{**self.ROW, "margin": value}], RMConfig, prompt_key="p", margin_loss=True)
@@ -239,7 +246,13 @@ class TestUnpaired:
         data = build(rows, KTOConfig, label_key="good", apply_chat_template=True)
         assert shown(data, 0)[1] == f"b{END}" and data.dropped == {"empty response": 1}
 
-    @pytest.mark.parametrize("label", [2, "good", None])
+    def test_labels_of_csv_files(self, tmp_path: Path) -> None:
+        (tmp_path / "rows.csv").write_text("input,output,label\na,b,1\na,b,False\na,b,0\na,2,True\na,b,1.0\n")
+        cfg = KTOConfig(output_key="output", input_template="{}=")
+        data = build_unpaired_dataset(load_rows(str(tmp_path / "rows.csv")), cfg, TOKENIZER)
+        assert data.labels.tolist() == [True, False, False, True, True] and shown(data, 3)[1] == f"2{END}"
+
+    @pytest.mark.parametrize("label", [2, "good", "2", "", None])
     def test_labels_are_yes_or_no(self, label: Any) -> None:
         with pytest.raises(DataError, match=r"rows.jsonl, row 0: column 'label' is .* a label is 1 or true"):
             build([{"input": "a", "output": "b", "label": label}], KTOConfig, output_key="output")

@@ -40,6 +40,52 @@ def test_every_file_format(tmp_path: Path, suffix: str) -> None:
     assert values(str(path)) == [row["input"] for row in ROWS]
 
 
+DATED = [
+    {"at": "2024-01-01", "more": {"times": ["2024-01-01T10:00:00Z", "2023-05-06 11:00"]}, "none": None, "count": 1},
+    {"at": "2023-05-06", "more": {"times": []}, "none": None, "count": 2},
+]
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "pretty", "columns", "folder"])
+def test_texts_of_json_are_not_taken_for_times(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "data" / ("rows.jsonl" if form in ("lines", "folder") else "rows.json")
+    path.parent.mkdir()
+    if form in ("lines", "folder"):
+        write_jsonl(path, DATED)
+    elif form == "columns":
+        path.write_text('{"timestamp": {"0": "2024-01-01"},\n "x": {"0": "12"}}')
+    else:
+        path.write_text(json.dumps(DATED) if form == "list" else "\n" + json.dumps(DATED, indent=1))
+    rows = load_rows(str(path.parent if form == "folder" else path))
+    if form == "columns":
+        assert json.dumps(rows[:]).count('"2024-01-01"') == 1 and json.dumps(rows[:]).count('"12"') == 1
+    else:
+        assert rows.to_list() == DATED
+
+
+def test_times_in_later_parts_of_a_json_file_stay_texts(tmp_path: Path) -> None:
+    """The reader takes 10 MB at a time: what looks like times in one part need not in the next."""
+    rows = [{"at": "2024-01-01", "pad": "x" * 6_000_000}] * 2 + [{"at": "no date", "pad": ""}]
+    assert list(load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))["at"]) == ["2024-01-01", "2024-01-01", "no date"]
+
+
+def test_cells_of_csv_and_tsv_are_texts(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text('input,output\n2,N/A\n007,"a, b"\nnull,None\n2024-01-01,\n1e3\n')
+    assert load_rows(str(tmp_path / "rows.csv")).to_list() == [
+        {"input": "2", "output": "N/A"},
+        {"input": "007", "output": "a, b"},
+        {"input": "null", "output": "None"},
+        {"input": "2024-01-01", "output": ""},
+        {"input": "1e3", "output": ""},
+    ]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "rows.tsv").write_text("input\toutput\n1.50\tNA\n")
+    assert load_rows(str(tmp_path / "folder")).to_list() == [{"input": "1.50", "output": "NA"}]
+    (tmp_path / "comma.csv").write_text("input,output\nq,a,b\n")
+    with pytest.raises(DataError, match="more cells than the first line has names"):
+        load_rows(str(tmp_path / "comma.csv"))
+
+
 def test_folders(tmp_path: Path) -> None:
     table = Dataset.from_list(ROWS)
     table.save_to_disk(tmp_path / "single")
@@ -155,7 +201,7 @@ def test_sources_that_do_not_fit_together(tmp_path: Path, jsonl: str) -> None:
 
 
 def test_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrlhf.datasets.sources.load_dataset", _unreachable)
+    monkeypatch.setattr("openrlhf.datasets.readers.load_dataset_builder", _unreachable)
     with pytest.raises(DataError, match="neither a file or folder here.*offline"):
         load_rows("someone/something")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import torch
 from tool_helpers import make_reward_model
 
 from openrlhf.cli.batch_inference import main
+from openrlhf.tools.batch_inference import write_rows
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.post_process import conditional_sft, dpo_pairs, post_process, rejection_sampling
@@ -61,6 +63,11 @@ class TestPostProcessors:
 
     def test_none(self) -> None:
         assert post_process(SCORED, None, None, False) == post_process(SCORED, "null", None, False) == SCORED
+
+
+def test_labels_that_json_lacks_are_written_as_texts(tmp_path: Path) -> None:
+    write_rows(str(tmp_path / "out.jsonl"), [{"input": "é", "label": datetime.date(2024, 1, 1)}])
+    assert read(tmp_path / "out.jsonl") == [{"input": "é", "label": "2024-01-01"}]
 
 
 class TestScoring:
