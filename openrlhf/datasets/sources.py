@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def load_rows(
     max_samples: int | None = None,
     seed: int = 42,
     use_modelscope: bool = False,
+    columns: Collection[str] | None = None,
 ) -> Dataset:
     """Rows of all sources, one after another or mixed.
 
@@ -49,6 +50,7 @@ def load_rows(
             up, smaller sources repeat. None: sources follow each other.
         max_samples: first rows taken of each source, and again of the result.
         use_modelscope: take what is not local from ModelScope instead of the Hugging Face hub.
+        columns: those that are needed; any other is left out where sources have it with different types. None: all.
 
     Raises:
         DataError: a source is missing, unreadable or empty, or the sources do not fit together.
@@ -70,16 +72,13 @@ def load_rows(
             named = rows.remove_columns([c for c in rows.column_names if c == "datasource"])
             rows = named.add_column("datasource", [source.name] * len(rows))
         parts.append(rows)
-    try:
-        if len(parts) == 1:
-            merged = parts[0]
-        elif weights is None:
-            merged = concatenate_datasets(parts)
-        else:
-            merged = interleave_datasets(parts, probabilities=weights, seed=seed, stopping_strategy="all_exhausted")
-    except (ValueError, TypeError) as error:
-        columns = "; ".join(f"{s.path}: {', '.join(p.column_names)}" for s, p in zip(wanted, parts, strict=True))
-        raise DataError(f"the data sources can't be put together ({error}). Their columns are: {columns}") from error
+    parts = _alike(parts, [source.path for source in wanted], columns)
+    if len(parts) == 1:
+        merged = parts[0]
+    elif weights is None:
+        merged = concatenate_datasets(parts)
+    else:
+        merged = interleave_datasets(parts, probabilities=weights, seed=seed, stopping_strategy="all_exhausted")
     if max_samples is not None and len(merged) > max_samples:
         merged = merged.select(range(max_samples))
     return merged
@@ -95,7 +94,35 @@ def load_configured_rows(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | Bat
         max_samples=cfg.max_samples,
         seed=cfg.seed,
         use_modelscope=cfg.use_ms,
+        columns=needed_columns(cfg),
     )
+
+
+def needed_columns(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig) -> set[str]:
+    """The columns that a command's flags name, and ``margin``."""
+    flags = ("input_key", "output_key", "label_key", "prompt_key", "chosen_key", "rejected_key")
+    return {"margin", *filter(None, (getattr(cfg, flag, None) for flag in flags))}
+
+
+def _alike(parts: list[Dataset], names: list[str], needed: Collection[str] | None) -> list[Dataset]:
+    """Parts whose columns of one name fit together; see :func:`load_rows`.
+
+    Raises:
+        DataError: a column that is needed does not.
+    """
+    for column in dict.fromkeys(column for part in parts for column in part.column_names):
+        holders = [i for i, part in enumerate(parts) if column in part.column_names]
+        try:
+            concatenate_datasets([parts[i].select_columns([column]).select(range(1)) for i in holders])
+        except (ValueError, TypeError) as error:
+            if needed is None or column in needed:
+                types = "; ".join(f"in {names[i]} {parts[i].features[column]}" for i in holders)
+                raise DataError(
+                    f"the data sources can't be put together: column {column!r} is {types}. Give it one type in all of "
+                    "them, or another name in one"
+                ) from error
+            parts = [part.remove_columns([column] if column in part.column_names else []) for part in parts]
+    return parts
 
 
 def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -> None:

@@ -16,7 +16,7 @@ from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows
+from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns
 from openrlhf.models.attention import PackingError
 from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
 from openrlhf.trainer.checkpoint import Checkpoints
@@ -87,7 +87,8 @@ def read_rows(cfg: SupervisedConfig) -> tuple[Dataset, Dataset | None]:
     rows = load_configured_rows(cfg)
     if not cfg.eval_dataset:
         return rows, None
-    return rows, load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms)
+    columns = needed_columns(cfg)
+    return rows, load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms, columns=columns)
 
 
 def read_data(

@@ -9,7 +9,8 @@ import pytest
 from data_cases import write_jsonl
 from datasets import Dataset, DatasetDict
 
-from openrlhf.datasets.sources import DataError, load_rows, require_columns
+from openrlhf.config import RMConfig, SFTConfig
+from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, require_columns
 
 ROWS = [{"input": f"q{i}", "output": f"a{i}"} for i in range(10)]
 
@@ -196,8 +197,32 @@ def test_unknown_split_lists_the_splits(jsonl: str) -> None:
 
 def test_sources_that_do_not_fit_together(tmp_path: Path, jsonl: str) -> None:
     other = write_jsonl(tmp_path / "b.jsonl", [{"input": {"nested": 1}, "output": "x"}])
-    with pytest.raises(DataError, match="can't be put together.*b.jsonl: input, output"):
+    words = (
+        r"column 'input' is in \S*rows.jsonl Value\('string'\); in \S*b.jsonl {'nested': Value\('int64'\)}. Give it one"
+    )
+    with pytest.raises(DataError, match=words):
         load_rows(f"{jsonl},{other}")
+
+
+def test_columns_that_differ_and_are_not_needed_are_left_out(tmp_path: Path) -> None:
+    """Others stay, and so do all of them where none is named: prompts pass them on."""
+    one = write_jsonl(tmp_path / "a.jsonl", [{"input": "a", "output": "b", "id": 1, "score": 0.5}])
+    other = write_jsonl(tmp_path / "b.jsonl", [{"input": "c", "output": "d", "id": "x", "more": 2}])
+    cfg = SFTConfig(dataset=f"{one},{other}", output_key="output")
+    expected = [
+        {"input": "a", "output": "b", "score": 0.5, "more": None},
+        {"input": "c", "output": "d", "score": None, "more": 2},
+    ]
+    assert load_configured_rows(cfg).to_list() == expected
+    cfg.dataset_probs = "0.5,0.5"
+    assert {row["input"] for row in load_configured_rows(cfg).to_list()} == {"a", "c"}
+    with pytest.raises(
+        DataError, match=r"column 'id' is in \S*a.jsonl Value\('int64'\); in \S*b.jsonl Value\('string'\)"
+    ):
+        load_rows(cfg.dataset or "")
+    margins = write_jsonl(tmp_path / "m.jsonl", [{"margin": 1}]), write_jsonl(tmp_path / "n.jsonl", [{"margin": "1"}])
+    with pytest.raises(DataError, match="column 'margin' is"):
+        load_configured_rows(RMConfig(dataset=",".join(margins)))
 
 
 def test_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
