@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features
+from datasets import config as datasets_config
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.sources import DataError
@@ -45,14 +47,21 @@ def tokenize_rows(
     Raises:
         DataError: nothing is left, or what ``tokenize`` raises.
     """
+    fingerprint = _fingerprint(rows, style, tokenizer)
+    in_memory = len(rows) <= _IN_MEMORY_ROWS
+    # By itself the library writes beside the data, which may be a folder that is only read.
+    cache = Path(datasets_config.HF_DATASETS_CACHE) / "openrlhf_tokens" / f"{fingerprint}.arrow"
+    if not in_memory:
+        cache.parent.mkdir(parents=True, exist_ok=True)
     table = rows.map(
         tokenize,
         with_indices=True,
         remove_columns=rows.column_names,
         features=features,
         num_proc=num_proc or None,
-        keep_in_memory=len(rows) <= _IN_MEMORY_ROWS,
-        new_fingerprint=_fingerprint(rows, style, tokenizer),
+        keep_in_memory=in_memory,
+        cache_file_name=None if in_memory else str(cache),
+        new_fingerprint=fingerprint,
     )
     reasons = table.data.column(DROPPED)
     counts = {entry["values"]: entry["counts"] for entry in pc.value_counts(reasons).to_pylist()}
