@@ -1,12 +1,15 @@
-"""The syntax of data sources: ``[name=]path[@data_dir], path, ...``. Files are not opened here."""
+"""The syntax of data sources, ``[name=]path[@data_dir], path, ...``, and of splits. Files are not opened here."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
+"""A split, or a slice of it: ``train``, ``train[:5%]``, ``train[100:200]``."""
 _NAME = re.compile(r"(?P<name>[\w.-]+)\s*=(?P<rest>.+)")
 
 
@@ -26,8 +29,8 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        """By its name, a single data file."""
-        return Path(self.path).suffix in FILE_SUFFIXES
+        """By its name, a single data file; Spark writes folders of such names."""
+        return Path(self.path).suffix in FILE_SUFFIXES and not os.path.isdir(self.path)
 
     @property
     def looks_local(self) -> bool:
@@ -36,13 +39,15 @@ class Source:
 
 
 def parse_sources(text: str) -> list[Source]:
-    """Split a source list at its commas; blanks don't count."""
-    sources = []
-    for item in text.split(","):
-        named = _NAME.fullmatch(item.strip())
-        path, _, data_dir = (named["rest"] if named else item).partition("@")
-        sources.append(Source(path.strip(), data_dir.strip() or None, named["name"] if named else None))
-    return sources
+    """Split a source list at its commas; blanks don't count. A path that exists is that path, also with = or @."""
+    return [_parse_source(item.strip()) for item in text.split(",")]
+
+
+def _parse_source(item: str) -> Source:
+    named = None if os.path.exists(item) else _NAME.fullmatch(item)
+    rest = named["rest"].strip() if named else item
+    path, _, data_dir = (rest, "", "") if os.path.exists(rest) else rest.partition("@")
+    return Source(path.strip(), data_dir.strip() or None, named["name"] if named else None)
 
 
 def looks_local(name: str) -> bool:

@@ -172,7 +172,8 @@ def count_rows(cfg: TrainerOptions) -> int | None:
     """Training rows, where they can be counted without loading data: JSON-lines files on this machine."""
     text = cfg.prompt_data if isinstance(cfg, PPOConfig) else flag_value(cfg, "dataset")
     mixed = cfg.prompt_data_probs if isinstance(cfg, PPOConfig) else flag_value(cfg, "dataset_probs")
-    if not text or mixed:
+    split = cfg.prompt_split if isinstance(cfg, PPOConfig) else flag_value(cfg, "dataset_split")
+    if not text or mixed or "[" in split:
         return None
     cap = flag_value(cfg, "max_samples") or 0
     total = 0

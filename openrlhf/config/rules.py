@@ -22,7 +22,7 @@ from openrlhf.config.commands import (
     SupervisedOptions,
     TrainerOptions,
 )
-from openrlhf.config.datasource import FILE_SUFFIXES, Source, looks_local, parse_sources
+from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, looks_local, parse_sources
 from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_value
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
@@ -258,21 +258,28 @@ def _check_data(cfg: DataOptions) -> Iterator[Violation]:
             yield Violation(flag, f"two sources are called {name}", "give each a name of its own")
         for source in sources:
             yield from _check_source(flag, source)
-            if source.is_file and getattr(cfg, split) != "train":
-                problem = f"{getattr(cfg, split)!r} isn't in {source.path}: a single file has only the split train"
-                yield Violation(split, problem, f"use --{split} train")
-        for name in (split,):
-            if not getattr(cfg, name) or "[" in getattr(cfg, name):
-                problem = f"{getattr(cfg, name)!r} is no name of a split, and slices aren't supported"
-                yield Violation(name, problem, "name a split; --max_samples limits the rows")
+        yield from _check_split(split, getattr(cfg, split), sources)
     if getattr(cfg, data_flag) and getattr(cfg, probs_flag):
         yield from _check_probabilities(data_flag, probs_flag, getattr(cfg, data_flag), getattr(cfg, probs_flag))
+
+
+def _check_split(flag: str, split: str, sources: list[Source]) -> Iterator[Violation]:
+    parts = SPLIT.match(split.strip())
+    if parts is None:
+        yield Violation(flag, f"{split!r} is no split and no slice of one", "write train, train[:5%] or train[100:200]")
+        return
+    file = next((source.path for source in sources if source.is_file), None)
+    if file is not None and parts["name"] != "train":
+        problem = f"{parts['name']!r} isn't in {file}: a single file has only the split train"
+        yield Violation(flag, problem, f"use --{flag} train")
 
 
 def _check_source(flag: str, source: Source) -> Iterator[Violation]:
     suffix = Path(source.path).suffix
     if not source.path:
         yield Violation(flag, "has an empty source between its commas", "remove the extra comma")
+    elif Path(source.path).is_dir():
+        return
     elif suffix == ".py":
         problem = f"{source.path}: data sets are no longer loaded by scripts"
         yield Violation(flag, problem, "convert it to JSON lines or Parquet")

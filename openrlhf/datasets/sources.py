@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -19,11 +18,10 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 
 from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, RMConfig, SFTConfig
-from openrlhf.config.datasource import FILE_SUFFIXES, Source, parse_sources
+from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, parse_sources
 from openrlhf.datasets.readers import read_as_written
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-_SPLIT = re.compile(r"^(?P<name>[^\[\]]+?)\s*(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
 
 
 class DataError(ValueError):
@@ -226,7 +224,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _slice(rows: Any, split: str, source: str) -> Dataset:
-    match = _SPLIT.match(split.strip())
+    match = SPLIT.match(split.strip())
     if match is None:
         raise DataError(f"split {split!r} is not a name like train, or a slice like train[:5%]")
     name = match["name"]

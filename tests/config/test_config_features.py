@@ -10,6 +10,7 @@ import pytest
 from config_cases import REQUIRED, parsed, violations, write
 
 from openrlhf.config import PPOConfig, parse_cli
+from openrlhf.config.datasource import Source, parse_sources
 from openrlhf.config.problems import Violation
 from openrlhf.config.unsupported import NOT_YET, unsupported
 
@@ -59,8 +60,31 @@ class TestPaths:
         assert parsed("train_dpo", "--eval_dataset", "org/data").config.eval_split == "test"
         assert "eval_split" in violations("train_dpo", "--eval_dataset", file, "--eval_split", "test")
 
-    def test_slices(self) -> None:
-        assert "slices" in violations("train_sft", "--dataset_split", "train[:50%]")["dataset_split"]
+    def test_slices(self, tmp_path: Path) -> None:
+        file = write(tmp_path / "data.jsonl", "{}\n")
+        assert not violations("train_sft", "--dataset", file, "--dataset_split", "train[:5%]")
+        assert not violations("train_sft", "--dataset_split", "test[10:20]")
+        found = violations("train_sft", "--dataset", file, "--dataset_split", "test[:5%]")
+        assert "'test' isn't in" in found["dataset_split"]
+        for wrong in ("train[:50%", "[:5]", "train[5]", ""):
+            assert "no slice" in violations("train_sft", f"--dataset_split={wrong}")["dataset_split"]
+
+    def test_folders_with_the_name_of_a_file(self, tmp_path: Path) -> None:
+        """Spark and pandas write such ones."""
+        (tmp_path / "data.parquet").mkdir()
+        assert not violations("train_sft", "--dataset", str(tmp_path / "data.parquet"), "--dataset_split", "test")
+
+    def test_a_path_that_exists_is_that_path(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "run=3").mkdir()
+        write(tmp_path / "run=3" / "me@home.jsonl", "{}\n")
+        monkeypatch.chdir(tmp_path)
+        here = "run=3/me@home.jsonl"
+        assert parse_sources(f"{here}, a = {here},b=org/data@sub") == [
+            Source(here, None),
+            Source(here, None, "a"),
+            Source("org/data", "sub", "b"),
+        ]
+        assert not violations("train_sft", "--dataset", here)
 
     @pytest.mark.parametrize(
         ("probabilities", "sentence"),

@@ -101,6 +101,14 @@ def test_folders(tmp_path: Path) -> None:
     assert values(f"{tmp_path / 'files'} @ inner", split="test") == ["q3", "q4"]
 
 
+def test_folder_with_the_name_of_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "data.parquet"
+    folder.mkdir()
+    Dataset.from_list(ROWS).to_parquet(folder / "part-00000.snappy.parquet")
+    (folder / "_SUCCESS").touch()
+    assert len(values(str(folder))) == 10
+
+
 def test_sources_follow_each_other_and_missing_columns_are_null(tmp_path: Path, jsonl: str) -> None:
     other = write_jsonl(tmp_path / "b.jsonl", [{"input": "x", "extra": "y"}])
     rows = load_rows(f"{jsonl} , {other}")
