@@ -178,7 +178,7 @@ def count_rows(cfg: TrainerOptions) -> int | None:
     cap = flag_value(cfg, "max_samples") or 0
     total = 0
     for source in parse_sources(text):
-        path = Path(source.path).expanduser()
+        path = Path(source.path)
         if path.suffix != ".jsonl" or not path.is_file():
             return None
         with path.open("rb") as lines:

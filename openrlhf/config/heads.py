@@ -30,7 +30,7 @@ def heads_of(text: Any) -> tuple[int, int]:
 def heads_of_folder(path: str) -> tuple[int, int] | None:
     """Attention and key-value heads as config.json of a local model says; None where it doesn't."""
     try:
-        config: dict[str, Any] = json.loads((Path(path).expanduser() / "config.json").read_text())
+        config: dict[str, Any] = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError):  # a hub id, or a damaged folder, which loading explains
         return None
     text = config.get("text_config", config)

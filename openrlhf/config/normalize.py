@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import re
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,15 @@ OLD_GENERATE_MAX_LEN = 1024
 # In these, a discount other than 1 has no meaning: a response has one reward, compared within a group.
 UNDISCOUNTED_ESTIMATORS = (*GROUP_ESTIMATORS, "flash_reinforce", "remax")
 CORRECTION_TYPES = {("token", "clip"): "tis", ("token", "mask"): "icepop", ("seq", "mask"): "seq-mask-tis"}
+# Flags of files and folders, also lists of them (``name=path, path``). A shell expands a ~ only where a word begins.
+PATH_FLAGS = (
+    *("pretrain", "ref_pretrain", "reward_pretrain", "critic_pretrain", "model_path", "lora_path"),
+    *("dataset", "eval_dataset", "prompt_data", "load_rollouts", "dump_rollouts"),
+    *("save_path", "ckpt_path", "output_path", "run_dir", "use_tensorboard"),
+    *("remote_rm_url", "agent_func_path", "custom_algorithms", "custom_generate_function_path", "custom_rm_path"),
+    *("dynamic_sampling_filter_path", "buffer_filter_path"),
+)
+_HOME = re.compile(r"(^|[,=])\s*(~[^/,@]*)")
 _RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "exp", "train_kto": "kto", "train_ppo_ray": "ppo"}
 
 
@@ -74,6 +84,9 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
     """
     changer = _Changer(config, explicit)
     cfg = changer.config
+    for flag in PATH_FLAGS:
+        if path := flag_value(cfg, flag):
+            setattr(cfg, flag, _HOME.sub(lambda match: match[1] + os.path.expanduser(match[2]), path))
     _note_flags_without_effect(changer)
     if isinstance(cfg, TrainerOptions):
         changer.fill("wandb_run_name", f"{_RUN_NAMES[command]}_{time.strftime('%m%dT%H:%M')}", "")

@@ -119,7 +119,7 @@ def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
             yield Violation("zero_stage", problem, "use 1, 2 or 3, also in the training")
         if cfg.param_dtype == "fp16":
             yield Violation("param_dtype", "hf2resume works on the CPU, which does not train in fp16", "use bf16")
-    elif cfg.ckpt_path and not Path(cfg.ckpt_path).expanduser().is_dir():
+    elif cfg.ckpt_path and not Path(cfg.ckpt_path).is_dir():
         yield not_there("ckpt_path", f"folder {cfg.ckpt_path}")
 
 
@@ -134,7 +134,7 @@ def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
         yield Violation(
             "output_key", "is missing", "name the column with the responses, or with --label_key the labels"
         )
-    if cfg.load_rollouts and not Path(cfg.load_rollouts).expanduser().exists():
+    if cfg.load_rollouts and not Path(cfg.load_rollouts).exists():
         yield not_there("load_rollouts", cfg.load_rollouts)
     if cfg.apply_chat_template and not cfg.pretrain:
         yield Violation("pretrain", "is missing: the chat template is a tokenizer's", "name the model")
@@ -145,7 +145,7 @@ def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
         yield from _check_source("dataset", source)
     if cfg.dataset and cfg.dataset_probs:
         yield from _check_probabilities("dataset", "dataset_probs", cfg.dataset, cfg.dataset_probs)
-    if cfg.output_path and Path(cfg.output_path).expanduser().is_dir():
+    if cfg.output_path and Path(cfg.output_path).is_dir():
         yield Violation("output_path", f"{cfg.output_path} is a folder", "name a file, for example out.jsonl")
     processed = cfg.post_processor not in (None, "null")
     if processed and cfg.eval_task == "generate_vllm":
@@ -166,7 +166,7 @@ def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
 def _check_models(cfg: Any) -> Iterator[Violation]:
     for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "model_path", "lora_path"):
         path = flag_value(cfg, flag)
-        if path and looks_local(path) and not Path(path).expanduser().is_dir():
+        if path and looks_local(path) and not Path(path).is_dir():
             # The critic and the reference model are filled in from these two; say it once.
             if flag in ("critic_pretrain", "ref_pretrain") and path in (
                 cfg.pretrain,
@@ -286,9 +286,9 @@ def _check_source(flag: str, source: Source) -> Iterator[Violation]:
     elif suffix == ".txt" or (suffix.lower() in FILE_SUFFIXES and suffix not in FILE_SUFFIXES):
         problem = f"{source.path}: files end in one of {', '.join(FILE_SUFFIXES)}, in lower case"
         yield Violation(flag, problem, "rename or convert the file")
-    elif source.is_file and not Path(source.path).expanduser().is_file():
+    elif source.is_file and not Path(source.path).is_file():
         yield not_there(flag, f"file {source.path}")
-    elif source.looks_local and not Path(source.path).expanduser().exists():
+    elif source.looks_local and not Path(source.path).exists():
         yield not_there(flag, source.path)
 
 
@@ -311,7 +311,7 @@ def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: st
 
 def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:
     for flag in ("save_path", "ckpt_path", "run_dir"):
-        folder = Path(getattr(cfg, flag)).expanduser().absolute()
+        folder = Path(getattr(cfg, flag)).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir():
             yield Violation(flag, f"{existing} is a file, not a folder", "choose another folder")

@@ -130,7 +130,7 @@ def _check_python_file(flag: str, path: str | None, defines: str) -> Iterator[Vi
     if not path.endswith(".py"):
         kinds = "a URL (http://...) or a .py file" if flag == "remote_rm_url" else "a .py file"
         yield Violation(flag, f"{path!r} is not {kinds}", f"give a file that defines {defines}")
-    elif not Path(path).expanduser().is_file():
+    elif not Path(path).is_file():
         yield not_there(flag, f"file {path}")
 
 
@@ -229,7 +229,7 @@ def _check_dumps(cfg: PPOConfig) -> Iterator[Violation]:
         if cfg.rollout_only and getattr(cfg, flag):
             yield Violation("rollout_only", f"has no model to train, which --{flag} is about", f"leave out --{flag}")
     if cfg.load_rollouts:
-        if not Path(cfg.load_rollouts).expanduser().exists():
+        if not Path(cfg.load_rollouts).exists():
             yield not_there("load_rollouts", cfg.load_rollouts)
         if cfg.async_train:
             yield Violation("load_rollouts", "has nothing to generate while it trains", "leave out --async_train")

@@ -234,7 +234,7 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _read_yaml_into(config_class: type, command: str, path: str, written: Written) -> list[Assignment]:
     inner = Written([], [], written.notes)
     try:
-        for key, value, line in read_yaml(Path(path)):
+        for key, value, line in read_yaml(Path(path).expanduser()):
             origin = path if line is None else f"{path}:{line}"
             if key == COMMAND_KEY:
                 if value != command:

@@ -155,7 +155,7 @@ def _probabilities(given: str | Sequence[float] | None, count: int) -> list[floa
 
 
 def _load(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
-    path = Path(source.path).expanduser()
+    path = Path(source.path)
     if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
         raise DataError(f"{source.path!r} is a loading script, which the datasets library no longer runs; convert it")
     if path.is_dir():

@@ -32,7 +32,7 @@ def model_eos_ids(path: str) -> frozenset[int]:
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
-        file = Path(path).expanduser() / name
+        file = Path(path) / name
         if file.is_file():
             value = json.loads(file.read_text()).get("eos_token_id")
             if value is not None:

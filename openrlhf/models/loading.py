@@ -84,7 +84,7 @@ def check_model_folder(path: str) -> None:
     Raises:
         ModelLoadError: the path does not exist, or lacks its configuration or (some of) its weights.
     """
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.exists():
         if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
             raise ModelLoadError(f"model folder {path!r} does not exist")
@@ -201,7 +201,7 @@ def resolve_attention(requested: str, packing: bool) -> str:
 @contextlib.contextmanager
 def _zero3_loading(path: str, opts: ModelOptions, force: bool | None) -> Iterator[None]:
     """Make transformers partition parameters while it loads them, for models too big to load whole on each rank."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     size = sum(f.stat().st_size for pattern in _WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
     wanted = force if force is not None else size >= ZERO3_INIT_BYTES
     if not wanted or opts.load_in_4bit or effective_zero_stage(opts.zero_stage) != 3:

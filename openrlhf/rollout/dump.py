@@ -129,7 +129,7 @@ class RolloutDumpWriter:
 
 def dump_files(path: str | os.PathLike[str], kinds: Sequence[str] = ("rollout",)) -> list[Path]:
     """The files of a dump in the order of their steps: those of a folder, or the one file that is named."""
-    place = Path(path).expanduser()
+    place = Path(path)
     if place.is_file():
         return [place]
     matches = ((_FILE.fullmatch(file.name), file) for file in place.glob("*.jsonl"))

@@ -88,7 +88,7 @@ def _rows(cfg: BatchInferenceConfig) -> Dataset:
 
 def write_rows(path: str, rows: Iterable[Row]) -> None:
     """Write JSON lines, labels without a JSON form (dates) as texts; the file appears when it is complete."""
-    target = Path(path).expanduser()
+    target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(target) as file:
         for row in rows:

@@ -64,7 +64,7 @@ def find_checkpoint(ckpt_path: str, tag: str | None) -> tuple[Path, str]:
         ToolError: there is no such checkpoint; tells what is there.
         CheckpointError: it is incomplete.
     """
-    root = Path(ckpt_path).expanduser().absolute()
+    root = Path(ckpt_path).absolute()
     if tag is None and (root / META).is_file():
         root, tag = root.parent, root.name
     tag = tag or latest_tag(root)
@@ -258,7 +258,7 @@ def _from_hf(cfg: ConvertConfig) -> str:
     assert cfg.pretrain
     tag = f"global_step{cfg.resume_step}"
     name = f"{tag}{_UNIVERSAL_SUFFIX}"
-    root = Path(str(cfg.ckpt_path)).expanduser().absolute()
+    root = Path(str(cfg.ckpt_path)).absolute()
     _check_target(root, name)
     if init_distributed().size > 1:
         raise ToolError("hf2resume works in one process, for any number of ranks: start it without a launcher")

@@ -51,7 +51,7 @@ def use_modelscope() -> None:
 
 def read_config(path: str) -> dict[str, Any]:
     """The config.json of a local model folder; empty for a hub id."""
-    file = Path(path).expanduser() / "config.json"
+    file = Path(path) / "config.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
 
@@ -65,7 +65,7 @@ def stored_dtype(path: str, default: str) -> str:
 
 def weight_names(path: str) -> set[str] | None:
     """Names of the weights in a local model folder; None for a hub id."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     if not folder.is_dir():
         return None
     names: set[str] = set()

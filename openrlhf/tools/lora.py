@@ -75,7 +75,7 @@ def _read_adapter(lora_path: str, is_rm: bool) -> dict[str, Any]:
     Raises:
         ToolError: the folder is no adapter, or one of another kind of model.
     """
-    folder = Path(lora_path).expanduser()
+    folder = Path(lora_path)
     files = ", ".join(sorted(p.name for p in folder.iterdir())[:20]) if folder.is_dir() else ""
     if not (folder / "adapter_config.json").is_file():
         raise ToolError(
@@ -102,7 +102,7 @@ def _trained_in_4bit(lora_path: str) -> bool:
 
 def _tokenizer(base_path: str, lora_path: str) -> PreTrainedTokenizerBase:
     """That of the adapter's folder, which has the chat template of the training, else that of the base model."""
-    own = (Path(lora_path).expanduser() / "tokenizer_config.json").is_file()
+    own = (Path(lora_path) / "tokenizer_config.json").is_file()
     return load_tokenizer(lora_path if own else base_path)
 
 

@@ -21,9 +21,9 @@ def check_output(output: str, command: str, inputs: Mapping[str, str | None]) ->
     Raises:
         ToolError: the folder has content of another origin, or is one of the inputs.
     """
-    path = Path(output).expanduser()
+    path = Path(output)
     for flag, source in inputs.items():
-        if source and Path(source).expanduser().resolve() == path.resolve():
+        if source and Path(source).resolve() == path.resolve():
             raise ToolError(f"--output_path {output} is --{flag}; choose another folder")
     if path.exists() and not path.is_dir():
         raise ToolError(f"--output_path {output} is a file; name a folder")

@@ -106,7 +106,7 @@ def _free(engine: TrainEngine) -> None:
 
 def _key(cfg: DPOConfig | KTOConfig, path: str, wanted: Sequence[Wanted]) -> str:
     digest = hashlib.sha256()
-    folder = Path(path).expanduser()
+    folder = Path(path)
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin")) if folder.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     settings = (path, stats, cfg.param_dtype, cfg.packing_samples, cfg.micro_train_batch_size, cfg.max_len)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from config_cases import parsed
+from config_cases import parsed, violations, write
+
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.flag import flag_specs
+from openrlhf.config.normalize import PATH_FLAGS
+from openrlhf.config.parser import parse
 
 PPO = "train_ppo_ray"
 
@@ -235,6 +241,36 @@ class TestOthers:
         value, origin, _ = changed("wandb_run_name", command=command)
         assert re.fullmatch(prefix + r"_\d{4}T\d\d:\d\d", str(value)) and origin == "default"
         assert changed("wandb_run_name", "--wandb_run_name", "x", command=command)[0] == "x"
+
+    def test_homes(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """A shell leaves the ~ of --flag=~/x alone, and YAML has no shell."""
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for name in ("model", "base"):
+            (tmp_path / name).mkdir()
+        for name in ("a.jsonl", "b.jsonl", "r.py"):
+            write(tmp_path / name, "def reward_func(): ...")
+        file = write(tmp_path / "run.yaml", "save_path: ~/out\nckpt_path: ~/ckpt\n")
+        flags = ["--pretrain=~/model", "--dataset=~/a.jsonl, ~/b.jsonl", "--eval_dataset=x=~/b.jsonl"]
+        result = parse("train_sft", [*flags, "--config", "~/run.yaml"])
+        assert not result.violations and file == str(tmp_path / "run.yaml")
+        cfg = result.config
+        assert (cfg.pretrain, cfg.save_path) == (f"{tmp_path}/model", f"{tmp_path}/out")
+        assert cfg.run_dir == f"{tmp_path}/ckpt/run"
+        assert cfg.dataset == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+        assert cfg.eval_dataset == f"x={tmp_path}/b.jsonl"
+        assert result.origins["pretrain"] == "command line"
+        result = parsed(PPO, "--remote_rm_url=a=~/r.py,b=~/r.py", "--custom_rm_path", "~/r.py:reward_func")
+        assert result.config.remote_rm_url == f"a={tmp_path}/r.py,b={tmp_path}/r.py"
+        assert result.config.custom_rm_path == f"{tmp_path}/r.py:reward_func"
+        assert "no folder ~no.one/x" in violations("train_sft", "--pretrain", "~no.one/x")["pretrain"]
+
+    def test_every_path_flag_is_expanded(self) -> None:
+        """By what the help says of them."""
+        paths = re.compile(r"\b(folder|file|files|hub id|hook|\.py)\b")
+        for command in COMMANDS.values():
+            for name, spec in flag_specs(command.config).items():
+                if spec.kind is str and not spec.info.choices and (paths.search(spec.info.help) or "_path" in name):
+                    assert name in PATH_FLAGS or name == "wandb_run_name", name
 
     def test_run_folder(self) -> None:
         assert changed("run_dir", "--ckpt_path", "/tmp/c")[0] == "/tmp/c/run"
