@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from openrlhf.serve.batcher import Batcher, QueueFull
 from openrlhf.serve.metrics import CONTENT_TYPE, ServerMetrics
@@ -30,6 +31,7 @@ REQUEST_TIMEOUT_S = 170.0
 # So much of a body beyond the limit is read and dropped, so that its sender gets to see the answer.
 _DRAIN_BYTES = 64 << 20
 _RETRY_AFTER_S = 1
+_HUNG_UP = 499  # nginx' status for it; only the metrics see it
 
 
 class Scorer(Protocol):
@@ -95,6 +97,14 @@ def parse_body(body: bytes, max_queries: int) -> list[str]:
     wrong = next((i for i, text in enumerate(query) if not isinstance(text, str)), None)
     if wrong is not None:
         raise Refused(422, f"query[{wrong}] is a JSON {_json_type(query[wrong])}; every query is a text")
+    for i, text in enumerate(query):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a pair of surrogates, which is no character
+            half = f"\\u{ord(text[error.start]):04x}"
+            raise Refused(
+                422, f"query[{i}] has half a character, {half} at {error.start}; send Unicode text"
+            ) from error
     if len(query) > max_queries:
         raise Refused(413, f"{len(query)} queries in one request; send at most {max_queries} (--queue_size)")
     return query
@@ -108,12 +118,15 @@ def _json_type(value: Any) -> str:
 async def _read_body(request: Request, limit: int) -> bytes:
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= limit:
-            parts.append(part)
-        elif size > limit + _DRAIN_BYTES:
-            break
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            elif size > limit + _DRAIN_BYTES:
+                break
+    except ClientDisconnect as error:
+        raise Refused(_HUNG_UP, "the client hung up before the end of the body") from error
     if size > limit:
         raise Refused(
             413, f"the body is larger than {limit} bytes; send fewer queries in a request, or raise --max_body_mib"
@@ -170,9 +183,9 @@ class RewardService:
 
     async def _score(self, queries: list[str]) -> list[float]:
         loop = asyncio.get_running_loop()
-        encoded = await loop.run_in_executor(self._tokenizing, lambda: [self._scorer.encode(q) for q in queries])
         busy = {"Retry-After": str(_RETRY_AFTER_S)}
         try:
+            encoded = await loop.run_in_executor(self._tokenizing, lambda: [self._scorer.encode(q) for q in queries])
             scores = await self.batcher.submit([e.token_ids for e in encoded], self.settings.timeout_s)
         except QueueFull as error:
             raise Refused(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -17,6 +19,8 @@ class LengthScorer:
     """Scores a text with its length; some texts have special effects."""
 
     def encode(self, text: str) -> Encoded:
+        if text == "%":
+            raise ValueError("no token")
         return Encoded([ord(c) for c in text] or [0], len(text) > 8)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
@@ -65,6 +69,7 @@ def test_no_queries(client: TestClient) -> None:
         (b'{"query": ["a", null]}', 422, "query[1] is a JSON null"),
         (b'{"query": ["a", ["b"]]}', 422, "query[1] is a JSON list"),
         (b'{"query": ["a", true]}', 422, "query[1] is a JSON boolean"),
+        (b'{"query": ["a", "b\\ud800"]}', 422, "query[1] has half a character, \\ud800 at 1"),
         (json.dumps({"query": ["a"] * 5}).encode(), 413, "at most 4"),
     ],
 )
@@ -90,7 +95,29 @@ def test_failures_of_the_model(client: TestClient) -> None:
     assert reply.status_code == 500 and "query[1] is nan" in reply.json()["error"]
     reply = client.post("/get_reward", json={"query": ["!"]})
     assert reply.status_code == 500 and "too long" in reply.json()["error"]
+    reply = client.post("/get_reward", json={"query": ["%"]})
+    assert reply.status_code == 500 and "ValueError: no token" in reply.json()["error"]
     assert client.post("/get_reward", json={"query": ["ab"]}).json()["rewards"] == [2.0]
+    assert 'rm_requests_total{status="500"} 3.0' in client.get("/metrics").text
+
+
+def test_a_client_that_hangs_up(client: TestClient) -> None:
+    """No traceback, and it is counted."""
+    parts: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b'{"query"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    headers = [(b"content-length", b"100")]
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/get_reward", "headers": headers}
+
+    async def receive() -> dict[str, Any]:
+        return parts.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        pass
+
+    asyncio.run(client.app({**scope, "query_string": b""}, receive, send))  # type: ignore[arg-type]
+    assert 'rm_requests_total{status="499"} 1.0' in client.get("/metrics").text
 
 
 def test_a_queue_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
