@@ -101,16 +101,20 @@ def write_rows(path: str, rows: Iterable[Row]) -> None:
 def prompts_to_generate(
     cfg: BatchInferenceConfig, rows: Dataset, tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[PromptRow, str, list[int]]]:
-    """Each prompt with its text and ids as the engine gets them (``--enable_csft`` adds to them)."""
+    """Each prompt with its text and ids as the engine gets them: cut, and with what ``--enable_csft`` adds."""
     # It reads the flags of prompts only, which this command has under the same names.
     prompts = build_prompts(rows, cast(PPOConfig, cfg), tokenizer, cfg.prompt_max_len, str(cfg.dataset))
-    if not cfg.enable_csft:
-        return [(prompt, prompt.text, prompt.token_ids) for prompt in prompts]
     encode = texts.encode_rendered if cfg.apply_chat_template else texts.encode
     result = []
     for prompt in prompts:
-        text = f"{prompt.text} {cfg.csft_prompt.strip()} "
-        result.append((prompt, text, encode(tokenizer, text)[-cfg.prompt_max_len :]))
+        text, ids = prompt.text, prompt.token_ids
+        if cfg.enable_csft:
+            text = f"{text} {cfg.csft_prompt.strip()} "
+        if cfg.enable_csft or len(ids) == cfg.prompt_max_len:
+            whole = encode(tokenizer, text)
+            ids = whole[-cfg.prompt_max_len :]
+            text = text if ids == whole else str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        result.append((prompt, text, ids))
     return result
 
 

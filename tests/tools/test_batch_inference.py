@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tool_helpers import make_reward_model
 
 from openrlhf.cli.batch_inference import main
-from openrlhf.tools.batch_inference import write_rows
+from openrlhf.config import build
+from openrlhf.models.loading import load_tokenizer
+from openrlhf.tools.batch_inference import prompts_to_generate, write_rows
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.post_process import conditional_sft, dpo_pairs, post_process, rejection_sampling
@@ -190,6 +193,20 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
+def test_prompts_are_told_as_the_model_sees_them(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    data = Dataset.from_list([{"input": "12345"}, {"input": "12345678"}])
+    flags = {"eval_task": "generate_vllm", "pretrain": model, "dataset": "org/data", "output_path": "out.jsonl"}
+    for more, expected in (
+        ({"prompt_max_len": 5}, ["12345", "45678"]),
+        ({"prompt_max_len": 8, "enable_csft": True, "csft_prompt": "="}, ["12345 = ", "45678 = "]),
+    ):
+        cfg = build("batch_inference", **flags, **more)
+        tokenizer = load_tokenizer(model)
+        told = prompts_to_generate(cfg, data, tokenizer)
+        assert [text for _, text, _ in told] == [tokenizer.decode(ids) for _, _, ids in told] == expected
+
+
 @pytest.mark.e2e
 def test_generate(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
@@ -200,7 +217,7 @@ def test_generate(tmp_path: Path) -> None:
     runs = {
         "all": ["--best_of_n", "3", "--label_key", "answer"],
         "slice": ["--best_of_n", "2", "--iter", "1", "--rollout_batch_size", "3"],
-        "greedy": ["--greedy_sampling", "--enable_csft"],
+        "greedy": ["--greedy_sampling", "--enable_csft", "--csft_prompt", "5.00"],
     }
     jobs = [[*flags, "--output_path", str(tmp_path / f"{name}.jsonl"), *more] for name, more in runs.items()]
     done = subprocess.run(
@@ -213,10 +230,10 @@ def test_generate(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("1 prompts cut to 16 tokens") == 3
     sampled, sliced, greedy = (read(tmp_path / f"{name}.jsonl") for name in runs)
-    assert [row["input"] for row in sampled] == [row["question"] + "=" for row in rows for _ in range(3)]
+    assert [row["input"] for row in sampled] == [(row["question"] + "=")[-16:] for row in rows for _ in range(3)]
     assert [row["label"] for row in sampled] == [row["answer"] for row in rows for _ in range(3)]
     outputs = [row["output"] for row in sampled]
     assert len(set(outputs)) > 10 and all(0 < len(text) <= 60 and "<eos>" not in text for text in outputs[:3])
     # A slice of the data gets the same samples.
     assert [row["output"] for row in sliced] == [outputs[i] for i in (9, 10, 12, 13)]
-    assert [row["input"] for row in greedy] == [f"{row['question']}= <rm_score>: 5.00 " for row in rows]
+    assert [row["input"] for row in greedy] == [f"{row['question']}= 5.00 "[-16:] for row in rows]
