@@ -69,7 +69,9 @@ def _rows(cfg: RewardTestConfig) -> list[RewardRequest]:
     as_text = _prompt_text(cfg)
     requests = []
     for index, row in enumerate(rows):
-        prompt = as_text(row[cfg.input_key], f"{cfg.dataset}, row {index}")
+        where = f"{cfg.dataset}, row {index}"
+        texts.require_values(row, [cfg.output_key or cfg.label_key], where)  # the response
+        prompt = as_text(row[cfg.input_key], where)
         label = row[cfg.label_key] if cfg.label_key else ""
         response = str(row[cfg.output_key] if cfg.output_key else label)
         metadata = {name: value for name, value in row.items() if name not in keys.values() and value is not None}

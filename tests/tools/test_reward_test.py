@@ -102,6 +102,19 @@ def test_samples_of_a_dump_are_compared_with_it(capsys: pytest.CaptureFixture[st
     assert "rollout_step_00000001.jsonl prompt 0 sample 0, label '2'" in text
 
 
+def test_null_is_no_response(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"question": "1+1=", "answer": "2", "said": "2"}, {"question": "1+2=", "answer": None, "said": None}]
+    Path("null.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "test --remote_rm_url right.py --dataset null.jsonl --input_key question --label_key answer"
+    for more, column in (("", "answer"), (" --output_key said", "said")):
+        code, text = run(flags + more, capsys)
+        assert code == 1 and f"null.jsonl, row 1: column '{column}' is null" in text
+    rows[1] |= {"said": "3"}  # a reward may do without a label
+    Path("null.jsonl").write_text("".join(json.dumps(row | {"level": 0}) + "\n" for row in rows))
+    code, text = run(f"{flags} --output_key said", capsys)
+    assert code == 0 and "failures  0 of 2" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
