@@ -20,6 +20,9 @@ from datasets.exceptions import DatasetGenerationError
 from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, parse_sources
 from openrlhf.datasets.readers import read_as_written
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
@@ -61,9 +64,7 @@ def load_rows(
     weights = _probabilities(probabilities, len(wanted))
     parts = []
     for source in wanted:
-        rows = _slice(_load(source, use_modelscope), split, source.path)
-        if max_samples is not None:
-            rows = rows.select(range(min(max_samples, len(rows))))
+        rows = _first(_slice(_load(source, use_modelscope), split, source.path), max_samples, source.path)
         if len(rows) == 0:
             raise DataError(f"data source {source.path!r} has no rows (split {split!r})")
         if source.name is not None:
@@ -77,9 +78,14 @@ def load_rows(
         merged = concatenate_datasets(parts)
     else:
         merged = interleave_datasets(parts, probabilities=weights, seed=seed, stopping_strategy="all_exhausted")
-    if max_samples is not None and len(merged) > max_samples:
-        merged = merged.select(range(max_samples))
-    return merged
+    return _first(merged, max_samples, sources)
+
+
+def _first(rows: Dataset, count: int | None, name: str) -> Dataset:
+    if count is None or len(rows) <= count:
+        return rows
+    logger.info("%s: the first %d of %d rows are used (--max_samples)", name, count, len(rows))
+    return rows.select(range(count))
 
 
 def load_configured_rows(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -140,10 +141,17 @@ def test_splits(jsonl: str, split: str, expected: list[int]) -> None:
     assert values(jsonl, split=split) == [f"q{i}" for i in expected]
 
 
-def test_max_samples_cuts_each_source_and_the_whole(tmp_path: Path, jsonl: str) -> None:
+def test_max_samples_cuts_each_source_and_the_whole(
+    tmp_path: Path, jsonl: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("openrlhf"), "propagate", True)
     other = write_jsonl(tmp_path / "b.jsonl", [{"input": f"b{i}", "output": ""} for i in range(10)])
     assert values(f"{jsonl},{other}", max_samples=3) == ["q0", "q1", "q2"]
-    assert values(jsonl, max_samples=100) == [row["input"] for row in ROWS]
+    told = [
+        f"{name}: the first 3 of {count} rows are used (--max_samples)" for name, count in ((jsonl, 10), (other, 10))
+    ]
+    assert caplog.messages == [*told, f"{jsonl},{other}: the first 3 of 6 rows are used (--max_samples)"]
+    assert values(jsonl, max_samples=100) == [row["input"] for row in ROWS] and len(caplog.messages) == 3
 
 
 def test_mixing_repeats_the_smaller_source_until_all_are_used_up(tmp_path: Path, jsonl: str) -> None:
