@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -142,9 +141,8 @@ def test_splits(jsonl: str, split: str, expected: list[int]) -> None:
 
 
 def test_max_samples_cuts_each_source_and_the_whole(
-    tmp_path: Path, jsonl: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, jsonl: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("openrlhf"), "propagate", True)
     other = write_jsonl(tmp_path / "b.jsonl", [{"input": f"b{i}", "output": ""} for i in range(10)])
     assert values(f"{jsonl},{other}", max_samples=3) == ["q0", "q1", "q2"]
     told = [
