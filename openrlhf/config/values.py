@@ -78,12 +78,14 @@ def _is_none(spec: FlagSpec, raw: Any) -> bool:
 
 
 def _as_list(raw: Any) -> list[Any]:
+    """The values that words mean; commas separate, with or without brackets."""
     if isinstance(raw, list | tuple):
-        return _as_list(raw[0]) if len(raw) == 1 and isinstance(raw[0], str) else list(raw)
-    if isinstance(raw, str) and raw.strip().startswith("[") and raw.strip().endswith("]"):
-        inner = raw.strip()[1:-1].strip()
-        return [part.strip() for part in inner.split(",")] if inner else []
-    return [raw]
+        return [value for item in raw for value in (_as_list(item) if isinstance(item, str) else [item])]
+    if not isinstance(raw, str):
+        return [raw]
+    text = raw.strip()
+    text = text[1:-1].strip() if text.startswith("[") and text.endswith("]") else text
+    return [part.strip() for part in text.split(",")] if text else []
 
 
 def _convert_one(spec: FlagSpec, raw: Any) -> Any:

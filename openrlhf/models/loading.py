@@ -282,7 +282,10 @@ def _check_positions(model: PreTrainedModel, path: str, max_len: int) -> None:
 def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> nn.Module:
     wrapped: nn.Module = model
     if opts.lora_rank > 0:
-        wrapped = add_lora(model, opts, task)
+        try:
+            wrapped = add_lora(model, opts, task)
+        except ValueError as error:
+            raise ModelLoadError(f"--target_modules {' '.join(opts.target_modules)}: {error}") from error
     if opts.gradient_checkpointing:
         reentrant = bool(opts.gradient_checkpointing_use_reentrant)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant}, opts.gradient_checkpointing_every)

@@ -29,13 +29,23 @@ def add_lora(model: nn.Module, opts: LoraSettings, task: str) -> nn.Module:
         task: ``CAUSAL_LM``, or ``SEQ_CLS``, whose head is then trained in full.
 
     Raises:
-        ValueError: no module has one of the given names.
+        ValueError: no module has one of the given names; says which have.
     """
     from peft import LoraConfig, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     targets = opts.target_modules
     if isinstance(targets, (list, tuple)):
         targets = "all-linear" if list(targets) in ([], ["all-linear"]) else list(targets)
+    if isinstance(targets, list):
+        known = [name for name, _ in model.named_modules()]
+        missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in known)]
+        if missing:
+            layers = (nn.Linear, nn.Embedding, Conv1D)
+            there = dict.fromkeys(
+                n.rpartition(".")[2] for n, module in model.named_modules() if isinstance(module, layers)
+            )
+            raise ValueError(f"the model has no {', '.join(map(repr, missing))}; it has {', '.join(there)}")
     config = LoraConfig(
         r=opts.lora_rank,
         lora_alpha=opts.lora_alpha,

@@ -55,6 +55,12 @@ class TestCommandLine:
         assert parsed("train_sft", "--seed", "1", "--train.seed=2", "seed=3").config.seed == 3
         assert parsed("train_sft", "seed=3", "--seed", "1").config.seed == 1
 
+    def test_commas_separate_values(self) -> None:
+        config = parsed("train_sft", "--target_modules", "q_proj,v_proj", "k_proj", "--adam_betas", "0.8,0.9").config
+        assert config.target_modules == ["q_proj", "v_proj", "k_proj"] and config.adam_betas == (0.8, 0.9)
+        ids = parsed("train_ppo_ray", "--stop_token_ids", "3, 4").config.stop_token_ids
+        assert ids == [3, 4] and "takes 2 values" in violations("train_sft", "--adam_betas", "1,2,3")["adam_betas"]
+
     def test_no_module_at_all(self) -> None:
         assert parsed("train_sft", "--target_modules", "--seed", "1").config.target_modules == []
         stops = parsed("train_ppo_ray", "--stop_strings", "[END]", "a, b", "--stop_token_ids", "[3,4]").config

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.models import PolicyModel, ValueModel, load_causal_lm, load_sequence_regression
 from openrlhf.models.export import exported_weights
-from openrlhf.models.loading import write_hf_folder
+from openrlhf.models.loading import ModelLoadError, write_hf_folder
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
@@ -111,5 +111,12 @@ def test_value_head_trains_in_full_beside_adapters(folder: str) -> None:
 
 
 def test_unknown_target_module_is_an_error(folder: str) -> None:
-    with pytest.raises(ValueError, match="nonexistent"):
-        load_causal_lm(folder, options(lora_rank=4, target_modules=["nonexistent"]))
+    """Also beside one that is there: peft would train that one alone."""
+    words = (
+        "--target_modules q_proj proj: the model has no 'proj'; it has embed_tokens, q_proj, k_proj, v_proj, o_proj, "
+    )
+    with pytest.raises(ModelLoadError, match=words):
+        load_causal_lm(folder, options(lora_rank=4, target_modules=["q_proj", "proj"]))
+    model = load_causal_lm(folder, options(lora_rank=4, target_modules=["self_attn.q_proj", "1.mlp.up_proj"]))
+    adapted = {n.split(".lora_")[0] for n, p in model.named_parameters() if p.requires_grad}
+    assert len(adapted) == 3
