@@ -82,7 +82,7 @@ def check_model_folder(path: str) -> None:
     """Fail early, and by name, when a local model folder is incomplete. Hub ids pass.
 
     Raises:
-        ModelLoadError: the path does not exist, or lacks its configuration or (some of) its weights.
+        ModelLoadError: the path does not exist, or lacks its configuration or (some of) its weights, or is an adapter.
     """
     folder = Path(path)
     if not folder.exists():
@@ -92,6 +92,14 @@ def check_model_folder(path: str) -> None:
     if not folder.is_dir():
         raise ModelLoadError(f"{path!r} is a file; give the folder that holds config.json and the weights")
     files = ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
+    weights = [file for pattern in _WEIGHT_FILES for file in folder.glob(pattern) if "adapter_" not in file.name]
+    if (folder / "adapter_config.json").is_file() and not weights:
+        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        raise ModelLoadError(
+            f"{path!r} holds a LoRA adapter, not a model; merge it into its base model first: openrlhf lora_combiner "
+            f"--model_path {adapter.get('base_model_name_or_path') or 'BASE'} --lora_path {path} --output_path "
+            f"{path.rstrip('/')}_merged{' --is_rm' if adapter.get('task_type') == 'SEQ_CLS' else ''}"
+        )
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"model folder {path!r} has no config.json (it holds: {files})")
     for index in folder.glob("*.index.json"):
@@ -102,7 +110,7 @@ def check_model_folder(path: str) -> None:
         missing = sorted(s for s in shards if not (folder / s).is_file())
         if missing:
             raise ModelLoadError(f"model folder {path!r} lacks weight files that {index.name} names: {missing[:10]}")
-    if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
+    if not weights:
         raise ModelLoadError(f"model folder {path!r} has no weights (model.safetensors); it holds: {files}")
 
 

@@ -19,7 +19,7 @@ from openrlhf.datasets import text as texts
 from openrlhf.datasets.prompts import PromptRow, build_prompts
 from openrlhf.datasets.sources import load_configured_rows, require_columns
 from openrlhf.engines.spec import ENGINE_DTYPES
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import check_model_folder, load_tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings, use_modelscope
@@ -124,6 +124,7 @@ def generate(cfg: BatchInferenceConfig, rows: Dataset) -> list[Row]:
     The samples depend on the seed, the prompt's row number and the sample's number only.
     """
     assert cfg.pretrain
+    check_model_folder(cfg.pretrain)
     tokenizer = load_tokenizer(cfg.pretrain, use_fast=not cfg.disable_fast_tokenizer)
     prompts = prompts_to_generate(cfg, rows, tokenizer)
     engine = _engine(cfg)

@@ -12,7 +12,13 @@ from safetensors import safe_open
 from torch import nn
 
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
-from openrlhf.models.loading import DTYPES, ModelLoadError, load_causal_lm, load_sequence_regression
+from openrlhf.models.loading import (
+    DTYPES,
+    ModelLoadError,
+    check_model_folder,
+    load_causal_lm,
+    load_sequence_regression,
+)
 
 DEFAULT_HEAD = "score"
 
@@ -81,8 +87,9 @@ def require_head(path: str, head_prefix: str) -> None:
     """Refuse a local model folder without a trained scalar head: its scores would be random.
 
     Raises:
-        ModelLoadError: names the weight that is missing, and heads that are there.
+        ModelLoadError: names the weight that is missing, and heads that are there; or the folder is no model.
     """
+    check_model_folder(path)
     names = weight_names(path)
     prefix = read_config(path).get("value_head_prefix") or head_prefix
     if names is None or f"{prefix}.weight" in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.models import PolicyModel, ValueModel, load_causal_lm, load_sequence_regression
 from openrlhf.models.export import exported_weights
-from openrlhf.models.loading import ModelLoadError, write_hf_folder
+from openrlhf.models.loading import ModelLoadError, check_model_folder, write_hf_folder
+from openrlhf.tools.loading import require_head
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
@@ -85,6 +87,21 @@ def test_merged_weights_are_rounded_once_and_the_base_never_changes(folder: str,
         assert not any("lora_" in name or "base_layer" in name for name in exported)
         assert torch.equal(exported[f"{layer}.weight"].build(), expected)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("reward", [False, True])
+def test_adapters_are_told_from_models(folder: str, tmp_path: Path, reward: bool) -> None:
+    load = load_sequence_regression if reward else load_causal_lm
+    model = load(folder, options(lora_rank=2))
+    write_hf_folder(model, {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}, tmp_path / "m")
+    command = f"--model_path {folder} --lora_path {tmp_path}/m --output_path {tmp_path}/m_merged"
+    for check in (check_model_folder, partial(require_head, head_prefix="score")):
+        with pytest.raises(ModelLoadError, match="holds a LoRA adapter, not a model") as told:
+            check(str(tmp_path / "m"))
+        assert str(told.value).endswith(f"openrlhf lora_combiner {command}" + " --is_rm" * reward)
+    (tmp_path / "m" / "config.json").unlink()  # adapters of other programs have none
+    with pytest.raises(ModelLoadError, match="holds a LoRA adapter"):
+        check_model_folder(str(tmp_path / "m"))
 
 
 def test_saved_adapter_loads_with_stock_peft(folder: str, tmp_path: Path) -> None:
