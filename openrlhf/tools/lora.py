@@ -160,15 +160,15 @@ def _merge(model: nn.Module, base_path: str) -> tuple[nn.Module, int]:
     for name, layer in base.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
-        inner = layer.get_base_layer()
+        weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # or a tensor of experts
         # Float32 from here on: rounded only once, to the format of the result.
-        before = inner.weight.data.float()
-        inner.weight.data = before
+        before = weight.data.float()
+        weight.data = before
         try:
             layer.merge(safe_merge=True)
         except (ValueError, RuntimeError) as error:
             raise ToolError(f"the adapter can't be merged into {name} of {base_path}: {error}") from error
-        changed += not torch.equal(inner.weight.data, before)
+        changed += not torch.equal(weight.data, before)
     changed += _changed_copies(base)
     if changed == 0:
         raise ToolError(

@@ -288,10 +288,10 @@ class TrainEngine:
 
     def parameter_meta(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype and full shape of each exported weight, in the order of :meth:`gathered_parameters`."""
-        return [(w.name, w.dtype, w.shape) for w in exported_weights(self.hf_model)]
+        return [(name, w.dtype, shape) for w in exported_weights(self.hf_model) for name, shape in w.parts()]
 
     def gathered_parameters(self, bucket_bytes: int = 1 << 30) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full weights under their Hugging Face names, in buckets; all ranks must iterate to the end together.
+        """Full weights as the model's folder has them, in buckets; all ranks must iterate to the end together.
 
         Tied weights come once, LoRA merged. The tensors are copies on the model's device, and stay valid.
 
@@ -303,7 +303,7 @@ class TrainEngine:
         for indices in plan_buckets(weights, bucket_bytes):
             bucket = [weights[index] for index in indices]
             with whole(p for w in bucket for p in w.sources):
-                tensors = [(w.name, w.build()) for w in bucket]
+                tensors = [named for w in bucket for named in w.tensors()]
             yield tensors
 
     def save_hf(

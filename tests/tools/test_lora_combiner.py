@@ -57,6 +57,15 @@ def test_merged_is_base_and_adapter(tmp_path: Path, capsys: Any, config: dict[st
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("1+1").input_ids == [5, 14, 5]
 
 
+def test_an_adapter_on_experts(tmp_path: Path) -> None:
+    """Where one tensor has the weights of all experts of a layer."""
+    base = make_tiny_model(tmp_path / "base", "mixtral", num_local_experts=4, num_experts_per_tok=2)
+    adapted = with_adapter(base, tmp_path / "lora", target_modules="all-linear")
+    assert any(".experts." in name for name, _ in adapted.named_parameters() if ".lora_" in name)
+    assert combine(tmp_path, base) == 0
+    assert difference(tmp_path / "out", adapted) < 1e-4
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.3), ("fp16", 0.03), ("fp32", 1e-4)])
 def test_number_formats(tmp_path: Path, base: str, dtype: str, most: float) -> None:
     adapted = with_adapter(base, tmp_path / "lora")

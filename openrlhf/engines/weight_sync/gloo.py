@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from openrlhf.engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, TensorMeta, pack, plan_buckets, unpack
-from openrlhf.engines.weight_sync.plugin import refresh_tied_heads
+from openrlhf.engines.weight_sync.plugin import pack_again
 
 SENDER = 0
 
@@ -125,7 +125,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        refresh_tied_heads(self.model)
+        pack_again(self.model)
 
     def shutdown(self) -> None:
         self.group = None

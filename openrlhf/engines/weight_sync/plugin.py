@@ -39,16 +39,21 @@ def register() -> None:
 register()
 
 
-def refresh_tied_heads(model: nn.Module) -> None:
-    """After a reload on a CPU: let a head that is tied to the embedding pack its weight anew.
+def pack_again(model: nn.Module) -> None:
+    """After a reload on a CPU: let the layers that the reload leaves out pack their weights anew.
 
-    It gets no weights of its own, so the reload passes it over; but the CPU build multiplies with a packed copy, made
-    when the model was loaded. Elsewhere nothing is packed.
+    The CPU build multiplies with packed copies, made when the model was loaded. A head that is tied to the embedding
+    gets no weights of its own, so the reload passes it over; experts are reloaded, and their packing is forgotten.
+    Elsewhere nothing is packed.
     """
     if platform.device_type() != "cpu":
         return
     for layer in model.modules():
-        if isinstance(layer, ParallelLMHead):
+        method = getattr(layer, "quant_method", None)
+        experts = getattr(method, "moe_kernel", None)
+        if experts is not None:
+            experts.fused_experts.process_weights_after_loading(layer)
+        elif isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
 
 
@@ -64,5 +69,5 @@ class WorkerExtension:
         # On the CPU: next to the weights a GPU may have no room for another copy.
         held = {name: tensor.to("cpu", copy=True) for name, tensor in visible_weights(runner.model).items()}
         runner.reload_weights(weights_iterator=stored_weights(Path(folder)))
-        refresh_tied_heads(runner.model)
+        pack_again(runner.model)
         return compare(held, visible_weights(runner.model))
