@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.utils import interrupts
-from openrlhf.workers.placement import PlacementError, PlacementPlan, check_fits
+from openrlhf.workers.placement import Group, PlacementError, PlacementPlan, check_fits, order_devices
 
 FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HF_HUB_OFFLINE", "PYTHONPATH")
 
@@ -59,7 +59,7 @@ def disconnect() -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """One bundle of a placement group: where a process can be started."""
+    """One device of a placement group: where a process can be started."""
 
     group: PlacementGroup
     bundle: int
@@ -77,7 +77,7 @@ class Cluster:
 
     def devices_of(self, role: str, process: int) -> list[Device]:
         group = self.plan.group_of(role)
-        return [self.devices[group.name][index] for index in group.bundles_of(role, process)]
+        return [self.devices[group.name][index] for index in group.devices_of(role, process)]
 
     def actor_options(self, role: str, process: int) -> dict[str, Any]:
         """Ray options that start one process of a role in its bundle."""
@@ -93,7 +93,7 @@ class Cluster:
         }
 
     def visible_devices(self, role: str, process: int) -> str | None:
-        """CUDA_VISIBLE_DEVICES for one process: the GPUs of all its bundles; None without GPUs."""
+        """CUDA_VISIBLE_DEVICES for one process: all its GPUs; None without GPUs."""
         ids = [gpu for device in self.devices_of(role, process) for gpu in device.accelerator_ids]
         return ",".join(ids) if ids else None
 
@@ -117,30 +117,33 @@ def create_cluster(plan: PlacementPlan, timeout: float) -> Cluster:
     """
     check_fits(plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     deadline = time.monotonic() + timeout
+    # The widest bundles first, as long as the nodes have room in one piece.
+    wanted = sorted(plan.groups, key=lambda group: -group.bundle_devices)
     groups = {
-        group.name: placement_group([plan.bundle_resources()] * group.devices, strategy="PACK") for group in plan.groups
+        group.name: placement_group([plan.bundle_resources(group)] * group.bundles, strategy="PACK") for group in wanted
     }
     devices: dict[str, list[Device]] = {}
-    for name, group in groups.items():
+    for asked, (name, group) in zip(wanted, groups.items(), strict=True):
         if not group.wait(timeout_seconds=max(0.0, deadline - time.monotonic())):
             free = ray.available_resources()
             for other in groups.values():
                 remove_placement_group(other)
+            pieces = f", in pieces of {asked.bundle_devices} of one node each" if asked.bundle_devices > 1 else ""
             raise PlacementError(
-                f"the devices of group {name!r} were not free within {timeout:g} s (--start_timeout).\n"
+                f"the devices of group {name!r}{pieces} were not free within {timeout:g} s (--start_timeout).\n"
                 f"Asked for:\n{plan.describe()}\n"
                 f"Free in the cluster now: GPU {free.get('GPU', 0.0):g}, CPU {free.get('CPU', 0.0):g}. "
                 "Another job may hold them: see `ray status`."
             )
-        devices[name] = _sorted_devices(plan, group, deadline)
+        devices[name] = _sorted_devices(plan, asked, group, deadline)
     return Cluster(plan=plan, devices=devices)
 
 
-def _sorted_devices(plan: PlacementPlan, group: PlacementGroup, deadline: float) -> list[Device]:
+def _sorted_devices(plan: PlacementPlan, asked: Group, group: PlacementGroup, deadline: float) -> list[Device]:
     """Ask every bundle where it is, and put neighbours side by side."""
     probes = [
         _look_around.options(
-            num_gpus=0.01 if plan.device == "GPU" else 0,
+            num_gpus=asked.bundle_devices if plan.device == "GPU" else 0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=index
             ),
@@ -148,8 +151,4 @@ def _sorted_devices(plan: PlacementPlan, group: PlacementGroup, deadline: float)
         for index in range(group.bundle_count)
     ]
     answers = ray.get(probes, timeout=max(1.0, deadline - time.monotonic()))
-    found = [Device(group, index, node, ids) for index, (node, ids) in enumerate(answers)]
-    return sorted(
-        found,
-        key=lambda device: (device.node, [int(gpu) for gpu in device.accelerator_ids if gpu.isdigit()], device.bundle),
-    )
+    return [Device(group, *place) for place in order_devices(answers, asked.bundle_devices)]

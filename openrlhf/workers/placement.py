@@ -49,12 +49,21 @@ class Group:
         return max(role.devices for role in self.roles)
 
     @property
+    def bundle_devices(self) -> int:
+        """Devices of one bundle: those of the widest process, which has to find them on one node."""
+        return max(role.devices_per_process for role in self.roles)
+
+    @property
+    def bundles(self) -> int:
+        return self.devices // self.bundle_devices
+
+    @property
     def share(self) -> float:
         """The part of a device that one process books with Ray; rounded down so that all fit."""
         return math.floor(100 / len(self.roles)) / 100
 
-    def bundles_of(self, role_name: str, process: int) -> range:
-        """The bundles (devices) of one process of a role."""
+    def devices_of(self, role_name: str, process: int) -> range:
+        """Which of the group's devices one process of a role has."""
         role = next(role for role in self.roles if role.name == role_name)
         return range(process * role.devices_per_process, (process + 1) * role.devices_per_process)
 
@@ -81,13 +90,17 @@ class PlacementPlan:
     def devices(self) -> int:
         return sum(group.devices for group in self.groups)
 
-    def bundle_resources(self) -> dict[str, float]:
-        """What one bundle books with Ray."""
+    def device_resources(self) -> dict[str, float]:
+        """What one device books with Ray."""
         return {"GPU": 1.0, "CPU": 1.0} if self.device == "GPU" else {"CPU": CPU_SHARE}
+
+    def bundle_resources(self, group: Group) -> dict[str, float]:
+        """What one bundle of a group books with Ray."""
+        return {key: value * group.bundle_devices for key, value in self.device_resources().items()}
 
     def process_resources(self, group: Group) -> dict[str, float]:
         """What one process of a group books inside its bundle."""
-        return {key: value * group.share for key, value in self.bundle_resources().items()}
+        return {key: value * group.share for key, value in self.device_resources().items()}
 
     def describe(self) -> str:
         """One line a group: who shares how many devices."""
@@ -143,6 +156,34 @@ def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
     return PlacementPlan(groups=tuple(groups), device=device)
 
 
+def order_devices(
+    found: Sequence[tuple[str, Sequence[str]]], bundle_devices: int
+) -> list[tuple[int, str, tuple[str, ...]]]:
+    """The devices of a group in the order in which its processes take them.
+
+    Neighbours are on the same node, in the order of their GPU ids, and those of one bundle side by side: the first
+    ``n`` devices of a bundle belong to one process of ``n`` devices, or to ``n`` neighbouring ranks.
+
+    Args:
+        found: of each bundle its node and its GPU ids (none on a CPU).
+        bundle_devices: devices of each.
+
+    Returns:
+        Of each device its bundle, its node and its GPU id (a tuple of one, or none).
+    """
+
+    def sort_key(bundle: int) -> tuple[str, list[int], int]:
+        node, ids = found[bundle]
+        return node, sorted(int(gpu) for gpu in ids if gpu.isdigit()), bundle
+
+    devices = []
+    for bundle in sorted(range(len(found)), key=sort_key):
+        node, ids = found[bundle]
+        ordered = sorted(ids, key=lambda gpu: (int(gpu) if gpu.isdigit() else -1, gpu))
+        devices += [(bundle, node, tuple(ordered[i : i + 1])) for i in range(bundle_devices)]
+    return devices
+
+
 def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> None:
     """Refuse a plan that the cluster can never hold.
 
@@ -153,19 +194,24 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
     Raises:
         PlacementError: naming what was asked for and what each node has.
     """
-    bundle = plan.bundle_resources()
-    capacity = [min(math.floor(node.get(key, 0.0) / value + 1e-9) for key, value in bundle.items()) for node in nodes]
+    device = plan.device_resources()
+    capacity = [min(math.floor(node.get(key, 0.0) / value + 1e-9) for key, value in device.items()) for node in nodes]
     problems = []
     if sum(capacity) < plan.devices:
         problems.append(f"it needs {plan.devices} devices in all and the cluster has {sum(capacity)}")
     largest = max(capacity, default=0)
-    for group in plan.groups:
-        for role in group.roles:
-            if role.devices_per_process > largest:
-                problems.append(
-                    f"one {role.name} process needs {role.devices_per_process} devices of one node "
-                    f"and the largest node has {largest}"
-                )
+    for role in (role for group in plan.groups for role in group.roles):
+        size = role.devices_per_process
+        room = sum(count // size for count in capacity)
+        if size > largest:
+            problems.append(
+                f"one {role.name} process needs {size} devices of one node and the largest node has {largest}"
+            )
+        elif size > 1 and room < role.processes:
+            problems.append(
+                f"each of {role.processes} {role.name} processes needs {size} devices of one node, and the nodes have "
+                f"room for {room}"
+            )
     if problems:
         have = "\n".join(
             f"  node {index}: "
@@ -178,5 +224,6 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
             + "; ".join(problems)
             + f".\nAsked for:\n{plan.describe()}\nThe cluster has:\n{have or '  no nodes'}\n"
             "Ask for fewer devices (--actor_num_gpus_per_node and its kin, --vllm_num_engines), share them "
-            "(--colocate_all_models, --colocate_actor_ref), or add nodes."
+            "(--colocate_all_models, --colocate_actor_ref), choose a --vllm_tensor_parallel_size that divides the GPUs "
+            "of a node, or add nodes."
         )

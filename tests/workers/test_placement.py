@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from openrlhf.config import PPOConfig
-from openrlhf.workers.placement import PlacementError, check_fits, plan_placement, roles_of
+from openrlhf.workers.placement import (
+    Group,
+    PlacementError,
+    PlacementPlan,
+    Role,
+    check_fits,
+    order_devices,
+    plan_placement,
+    roles_of,
+)
 
 
 def config(**flags: object) -> PPOConfig:
@@ -28,8 +37,8 @@ def test_hybrid_engine_puts_everything_on_the_actors_gpus() -> None:
     (group,) = plan.groups
     assert plan.devices == group.devices == 4
     assert group.share == 0.2
-    assert list(group.bundles_of("engine", 1)) == [2, 3]
-    assert list(group.bundles_of("actor", 3)) == [3]
+    assert list(group.devices_of("engine", 1)) == [2, 3]
+    assert list(group.devices_of("actor", 3)) == [3]
     assert plan.process_resources(group) == {"GPU": 0.2, "CPU": 0.2}
 
 
@@ -122,6 +131,49 @@ def test_an_engine_does_not_stretch_over_nodes() -> None:
         PlacementError, match="one engine process needs 4 devices of one node and the largest node has 2"
     ):
         check_fits(plan_placement(wide, "GPU"), [{"GPU": 2.0, "CPU": 8.0}, {"GPU": 2.0, "CPU": 8.0}])
+
+
+def engines(count: int, size: int) -> PlacementPlan:
+    return PlacementPlan((Group((Role("engine", count, size),)),), "GPU")
+
+
+def test_nodes_are_counted_in_whole_engines() -> None:
+    node = {"GPU": 3.0, "CPU": 8.0}
+    check_fits(engines(2, 2), [node, node])
+    with pytest.raises(PlacementError, match=r"each of 3 engine processes needs 2 devices of one node.*room for 2"):
+        check_fits(engines(3, 2), [node, node])
+    # of 4 + 2 devices two engines leave 2 to the models, of 3 + 3 as well
+    mixed = PlacementPlan((*engines(2, 2).groups, Group((Role("actor", 2),))), "GPU")
+    for sizes in ((4, 2), (3, 3)):
+        check_fits(mixed, [{"GPU": float(size), "CPU": 8.0} for size in sizes])
+
+
+def test_a_bundle_has_the_devices_of_the_widest_process() -> None:
+    (group,) = plan_placement(config(colocate_all_models=True), "GPU").groups
+    assert (group.bundle_devices, group.bundles) == (2, 2)
+    plan = plan_placement(config(), "CPU")
+    sizes = {g.name: (g.bundles, plan.bundle_resources(g)) for g in plan.groups}
+    assert sizes["engine"] == (2, {"CPU": 0.5})
+    assert sizes["actor"] == (4, {"CPU": 0.25})
+
+
+def test_the_devices_of_a_process_are_of_one_node() -> None:
+    """Ranks and engines that share them take them in one order."""
+    found = [("b", ("7", "2")), ("a", ("1", "0")), ("b", ("0", "10"))]
+    devices = order_devices(found, 2)
+    assert devices == [
+        (1, "a", ("0",)), (1, "a", ("1",)), (2, "b", ("0",)), (2, "b", ("10",)), (0, "b", ("2",)), (0, "b", ("7",)),
+    ]  # fmt: skip
+    group = Group((Role("actor", 6), Role("engine", 3, 2)))
+    for engine in range(3):
+        taken = [devices[i] for i in group.devices_of("engine", engine)]
+        assert len({(bundle, node) for bundle, node, _ in taken}) == 1
+        assert taken == [devices[group.devices_of("actor", rank)[0]] for rank in (2 * engine, 2 * engine + 1)]
+
+
+def test_devices_without_numbers() -> None:
+    assert order_devices([("b", ()), ("a", ())], 2) == [(1, "a", ()), (1, "a", ()), (0, "b", ()), (0, "b", ())]
+    assert order_devices([("a", ("3",)), ("a", ("1",))], 1) == [(1, "a", ("1",)), (0, "a", ("3",))]
 
 
 def test_no_nodes_at_all() -> None:
