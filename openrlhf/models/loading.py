@@ -355,9 +355,10 @@ def load_sequence_regression(
 
     Args:
         init_head: draw the head anew, N(0, 1/(hidden + 1)), even when the folder has one.
+        trainable: False for a model that only gives scores, and so has to have a head.
 
     Raises:
-        ModelLoadError: the model can't be read.
+        ModelLoadError: the model can't be read, or has no head and nothing would train one.
         PackingError: it can't keep packed sequences apart.
     """
     config = _load_config(path)
@@ -378,6 +379,11 @@ def load_sequence_regression(
         raise ModelLoadError(f"model {path!r} lacks {len(body_missing)} weight(s), for example {body_missing[:5]}")
     if head_missing or init_head:
         if head_missing and not init_head:
+            if not trainable:
+                raise ModelLoadError(
+                    f"{path!r} has no weight {prefix}.weight, so it is no reward model; train one with train_rm, or "
+                    "name the head with --value_head_prefix"
+                )
             note_once(logger, f"{path}: no weight {prefix}.weight; the head starts from random values")
         _init_head(head, config.get_text_config().hidden_size, opts.seed)
     model.score = ScalarHead.of(head)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from openrlhf.config import ConvertConfig
+from openrlhf.models.folder import require_head
 from openrlhf.models.loading import (
     load_causal_lm,
     load_sequence_regression,
@@ -24,7 +25,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import LoadSettings, load_for_inference, require_head
+from openrlhf.tools.loading import LoadSettings, load_for_inference
 from openrlhf.tools.lora import named_state
 from openrlhf.tools.output import check_output, mark
 from openrlhf.tools.verify import answers, require_same

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import nn
 
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
-from openrlhf.models.loading import (
-    DTYPES,
-    ModelLoadError,
-    check_model_folder,
-    load_causal_lm,
-    load_sequence_regression,
-)
+from openrlhf.models.folder import read_config
+from openrlhf.models.loading import DTYPES, load_causal_lm, load_sequence_regression
 
 DEFAULT_HEAD = "score"
 
@@ -55,48 +45,9 @@ def use_modelscope() -> None:
     patch_hub()
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """The config.json of a local model folder; empty for a hub id."""
-    file = Path(path) / "config.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-
-
 def stored_dtype(path: str, default: str) -> str:
     """The number format (as a ``--param_dtype``) that a local model folder says its weights have."""
     config = read_config(path)
     name = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     by_torch_name = {str(dtype).removeprefix("torch."): flag for flag, dtype in DTYPES.items()}
     return by_torch_name.get(name, default)
-
-
-def weight_names(path: str) -> set[str] | None:
-    """Names of the weights in a local model folder; None for a hub id."""
-    folder = Path(path)
-    if not folder.is_dir():
-        return None
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names |= set(tensors.keys())
-    for file in folder.glob("pytorch_model*.bin"):
-        names |= set(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-    return names
-
-
-def require_head(path: str, head_prefix: str) -> None:
-    """Refuse a local model folder without a trained scalar head: its scores would be random.
-
-    Raises:
-        ModelLoadError: names the weight that is missing, and heads that are there; or the folder is no model.
-    """
-    check_model_folder(path)
-    names = weight_names(path)
-    prefix = read_config(path).get("value_head_prefix") or head_prefix
-    if names is None or f"{prefix}.weight" in names:
-        return
-    others = sorted(n for n in names if n.count(".") == 1 and n.endswith(".weight") and not n.startswith("lm_head"))
-    raise ModelLoadError(
-        f"{path!r} has no weight {prefix}.weight, so it is no reward model, or its head has another name "
-        f"({', '.join(others) or 'it has no weight that looks like one'}); train one with train_rm, or name the head "
-        "with --value_head_prefix"
-    )

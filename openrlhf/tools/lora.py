@@ -13,16 +13,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config import LoraCombinerConfig
 from openrlhf.models.export import is_finite
-from openrlhf.models.loading import check_model_folder, load_tokenizer, torch_dtype, unwrap_hf, write_hf_folder
-from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import (
-    DEFAULT_HEAD,
-    LoadSettings,
-    load_for_inference,
-    read_config,
-    stored_dtype,
-    weight_names,
+from openrlhf.models.folder import read_config
+from openrlhf.models.loading import (
+    check_model_folder,
+    load_sequence_regression,
+    load_tokenizer,
+    torch_dtype,
+    unwrap_hf,
+    write_hf_folder,
 )
+from openrlhf.tools.errors import ToolError
+from openrlhf.tools.loading import DEFAULT_HEAD, LoadSettings, load_for_inference, stored_dtype
 from openrlhf.tools.output import check_output, mark
 from openrlhf.tools.verify import answers, require_same
 from openrlhf.utils.files import publish_folder, temporary_folder
@@ -115,12 +116,13 @@ def _load_together(
     if named and Path(str(named)).name != Path(base_path).name:
         logger.warning("the adapter was trained on %s and is merged into %s", named, base_path)
     prefix = read_config(lora_path).get("value_head_prefix") or DEFAULT_HEAD
-    base = load_for_inference(base_path, settings, is_rm=is_rm, head_prefix=prefix)
+    if is_rm and DEFAULT_HEAD in (adapter.get("modules_to_save") or ()):  # so the base model may have none
+        base = load_sequence_regression(base_path, settings, head_prefix=prefix).requires_grad_(False)
+    else:
+        base = load_for_inference(base_path, settings, is_rm=is_rm, head_prefix=prefix)
     if settings.load_in_4bit:
         logger.warning("the adapter was trained on 4-bit weights: it is merged into what these stand for, in bf16")
         base = base.dequantize().requires_grad_(False)  # type: ignore[operator]
-    if is_rm and DEFAULT_HEAD not in (adapter.get("modules_to_save") or ()):
-        _require_base_head(base_path, base)
     try:
         model = PeftModel.from_pretrained(base, lora_path)
         result = model.load_adapter(lora_path, "default")
@@ -134,16 +136,6 @@ def _load_together(
             f"weights have no place and {len(result.missing_keys)} places get no weight, for example {lost[0]}"
         )
     return model.eval()
-
-
-def _require_base_head(base_path: str, base: nn.Module) -> None:
-    names = weight_names(base_path)
-    head = f"{unwrap_hf(base).config.value_head_prefix}.weight"
-    if names is not None and head not in names:
-        raise ToolError(
-            f"neither the adapter nor --model_path {base_path} has the weight {head}; give the reward model that the "
-            "adapter was trained on"
-        )
 
 
 def _merge(model: nn.Module, base_path: str) -> tuple[nn.Module, int]:

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batching import pack
 from openrlhf.datasets import text as texts
+from openrlhf.models.folder import require_head
 from openrlhf.models.loading import ModelLoadError, load_tokenizer
 from openrlhf.models.logprobs import RewardModel
-from openrlhf.tools.loading import LoadSettings, load_for_inference, require_head
+from openrlhf.tools.loading import LoadSettings, load_for_inference
 
 
 class Encoded(NamedTuple):

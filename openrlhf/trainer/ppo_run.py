@@ -23,6 +23,7 @@ from openrlhf.engines.rollouts import (
     reward_source,
     reward_urls,
 )
+from openrlhf.models.folder import require_head
 from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer, vocabulary_size
 from openrlhf.models.vision import VisionError, VisionInputs
 from openrlhf.rollout.dump import RolloutDumpWriter
@@ -80,6 +81,8 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     for path in (cfg.pretrain, cfg.reward_pretrain, cfg.critic_pretrain):
         if path:
             check_model_folder(path)
+    if cfg.reward_pretrain and "reward" in roles_of(cfg):
+        require_head(cfg.reward_pretrain, cfg.value_head_prefix)
     tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
     placeholder = prompt_images(cfg, tokenizer).placeholder if cfg.max_images_per_prompt else None
     if cfg.freeze_visual_encoder:

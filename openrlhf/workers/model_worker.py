@@ -358,9 +358,7 @@ class RewardWorker(ModelWorker):
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
         assert cfg.reward_pretrain is not None
-        model = load_sequence_regression(
-            cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, init_head=False, trainable=False
-        )
+        model = load_sequence_regression(cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, trainable=False)
         reward = RewardModel(model, packing=cfg.packing_samples, normalize=cfg.normalize_reward)
         return TrainEngine(reward, cfg, optimizer=None, param_offload=cfg.reward_offload)
 

@@ -104,6 +104,15 @@ def test_unreadable_model(case: Case, kind: str) -> None:
     assert "Traceback" not in text
 
 
+def test_a_language_model_is_no_reward_model(case: Case) -> None:
+    code, text = case("--remote_rm_url", "", "--reward_pretrain", case.model)
+    assert code == 1
+    assert "has no weight score.weight" in text and "train_rm" in text and "--value_head_prefix" in text
+    assert "Traceback" not in text and "Placement" not in text
+    code, text = case("--remote_rm_url", "", "--reward_pretrain", case.model, "--value_head_prefix", "value_head")
+    assert code == 1 and "has no weight value_head.weight" in text
+
+
 def test_reward_file_that_does_not_import(case: Case) -> None:
     bad = case.folder / "bad_reward.py"
     bad.write_text("import a_package_that_is_not_there\n")

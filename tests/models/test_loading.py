@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.models import ModelLoadError, RewardModel, load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.attention import PACKED_ATTENTION
 from openrlhf.models.export import exported_weights
+from openrlhf.models.folder import require_head
 from openrlhf.models.loading import check_model_folder, resolve_attention, write_hf_folder
 from openrlhf.utils.tiny_model import make_tiny_model
 
@@ -132,6 +133,28 @@ def test_head_is_kept_unless_asked_otherwise(folder: Path, tmp_path: Path) -> No
     fresh = load_sequence_regression(str(tmp_path / "rm"), options(seed=2), init_head=True)
     assert torch.equal(first.score.weight, again.score.weight)
     assert not torch.equal(first.score.weight, fresh.score.weight)
+
+
+def test_a_model_that_only_scores_needs_a_head(folder: Path, tmp_path: Path) -> None:
+    """Also of a hub id, into which nothing looks before."""
+    with pytest.raises(ModelLoadError, match=r"no weight score\.weight.*train_rm.*--value_head_prefix"):
+        load_sequence_regression(str(folder), options(), trainable=False)
+    model = load_sequence_regression(str(folder), options(), head_prefix="value_head")
+    write_hf_folder(model, state_of(model), tmp_path / "rm")
+    again = load_sequence_regression(str(tmp_path / "rm"), options(), trainable=False)
+    assert torch.equal(again.score.weight, model.score.weight)
+    config = json.loads((tmp_path / "rm" / "config.json").read_text())
+    (tmp_path / "rm" / "config.json").write_text(json.dumps({**config, "value_head_prefix": "reward_head"}))
+    with pytest.raises(ModelLoadError, match=r"no weight reward_head\.weight"):
+        load_sequence_regression(str(tmp_path / "rm"), options(), trainable=False)
+
+
+def test_a_head_with_the_usual_name_is_found_under_any_flag(folder: Path, tmp_path: Path) -> None:
+    model = load_sequence_regression(str(folder), options())
+    write_hf_folder(model, state_of(model), tmp_path / "rm", config_updates={"value_head_prefix": None})
+    require_head(str(tmp_path / "rm"), "value_head")
+    again = load_sequence_regression(str(tmp_path / "rm"), options(), head_prefix="value_head", trainable=False)
+    assert torch.equal(again.score.weight, model.score.weight)
 
 
 def test_prefix_of_the_head_is_written_read_and_wins(folder: Path, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from openrlhf.models import PolicyModel, ValueModel, load_causal_lm, load_sequence_regression
 from openrlhf.models.export import exported_weights
+from openrlhf.models.folder import require_head
 from openrlhf.models.loading import ModelLoadError, check_model_folder, write_hf_folder
-from openrlhf.tools.loading import require_head
 from openrlhf.utils.tiny_model import make_tiny_model
 
 

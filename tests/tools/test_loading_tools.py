@@ -11,8 +11,9 @@ import pytest
 import torch
 from tool_helpers import make_reward_model
 
+from openrlhf.models.folder import require_head, weight_names
 from openrlhf.models.loading import ModelLoadError
-from openrlhf.tools.loading import require_head, stored_dtype, use_modelscope, weight_names
+from openrlhf.tools.loading import stored_dtype, use_modelscope
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
