@@ -74,7 +74,7 @@ class ModelOptions(LoadOptions):
     )
     gradient_checkpointing_use_reentrant: bool = flag(
         False,
-        "use PyTorch's re-entrant activation checkpointing",
+        "use PyTorch's re-entrant activation checkpointing; not with --aux_loss_coef",
         "model.gradient_checkpointing_reentrant",
         "actor.gradient_checkpointing_reentrant",
     )

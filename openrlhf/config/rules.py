@@ -197,6 +197,10 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
     if isinstance(cfg, ModelOptions) and cfg.gradient_checkpointing_every > 1 and not cfg.gradient_checkpointing:
         problem = "says which layers are recomputed, but --gradient_checkpointing is off"
         yield Violation("gradient_checkpointing_every", problem, "add --gradient_checkpointing")
+    reentrant = flag_value(cfg, "gradient_checkpointing") and flag_value(cfg, "gradient_checkpointing_use_reentrant")
+    if reentrant and flag_value(cfg, "aux_loss_coef"):
+        problem = "has no effect with --gradient_checkpointing_use_reentrant, which keeps no gradient of the routers"
+        yield Violation("aux_loss_coef", problem, "leave out --gradient_checkpointing_use_reentrant")
     if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:
         yield Violation("use_liger_kernel", "has no kernels for reward models", "leave it out")
     elif flag_value(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:

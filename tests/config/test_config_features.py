@@ -117,6 +117,15 @@ class TestOthers:
         ("command", "flags", "flag", "sentence"),
         [
             ("train_sft", "--multiturn", "multiturn", "--apply_chat_template"),
+            *(
+                (
+                    command,
+                    "--aux_loss_coef 0.1 --gradient_checkpointing --gradient_checkpointing_use_reentrant",
+                    "aux_loss_coef",
+                    "leave out --gradient_checkpointing_use_reentrant",
+                )
+                for command in ("train_sft", "train_rm", "train_dpo", "train_kto", PPO)
+            ),
             (
                 "train_sft",
                 "--multiturn --apply_chat_template --pretrain_mode",
