@@ -38,6 +38,9 @@ from openrlhf.config.values import show_value
 BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "ds_tensor_parallel_size"}
 
 
+TRAINING_MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain")
+
+
 def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1) -> list[Violation]:
     """All rules that a (normalized) configuration breaks.
 
@@ -59,6 +62,7 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
         violations += _check_data(cfg)
     if isinstance(cfg, TrainerOptions):
         violations += _check_folders(cfg)
+        violations += _check_adapter_folders(cfg)
     if isinstance(cfg, ConvertConfig):
         violations += _check_conversion(cfg)
     if isinstance(cfg, BatchInferenceConfig):
@@ -164,7 +168,7 @@ def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
 
 
 def _check_models(cfg: Any) -> Iterator[Violation]:
-    for flag in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "model_path", "lora_path"):
+    for flag in (*TRAINING_MODELS, "model_path", "lora_path"):
         path = flag_value(cfg, flag)
         if path and looks_local(path) and not Path(path).is_dir():
             # The critic and the reference model are filled in from these two; say it once.
@@ -239,7 +243,7 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
 
 
 def _check_heads(cfg: DeepSpeedOptions) -> Iterator[Violation]:
-    paths = (flag_value(cfg, f) for f in ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain"))
+    paths = (flag_value(cfg, f) for f in TRAINING_MODELS)
     for path in dict.fromkeys(path for path in paths if path):
         heads = heads_of_folder(path)
         if heads is None:
@@ -327,6 +331,23 @@ def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:
             f"leaves nothing to write every {cfg.save_steps} steps",
             "add --save_hf_ckpt, or leave out --save_steps",
         )
+
+
+def _check_adapter_folders(cfg: TrainerOptions) -> Iterator[Violation]:
+    """A folder into which a model is saved keeps no weights of an earlier one; adapters still need those of theirs."""
+    if cfg.lora_rank == 0:
+        return
+    ends = ("", "_critic") if flag_value(cfg, "save_value_network") else ("",)
+    saved = {Path(cfg.save_path + end).resolve() for end in ends}
+    folders = {flag: Path(path).resolve() for flag in TRAINING_MODELS if (path := flag_value(cfg, flag))}
+    for flag, folder in folders.items():
+        lost = f"the folder of --{flag}, whose weights would give way to the adapter's"
+        if folder in saved:
+            yield Violation("save_path", f"{folder} is {lost}", "choose another folder")
+            return
+        if cfg.save_hf_ckpt and folder.parent == Path(cfg.ckpt_path).resolve() and folder.name.endswith("_hf"):
+            yield Violation("ckpt_path", f"--save_hf_ckpt writes into {folder}, {lost}", "choose another folder")
+            return
 
 
 def _check_supervised(cfg: SupervisedOptions) -> Iterator[Violation]:

@@ -111,6 +111,34 @@ class TestPaths:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
         assert "can't be written" in violations("train_sft", "--ckpt_path", str(tmp_path / "c"))["ckpt_path"]
 
+    @pytest.mark.parametrize("command", ["train_sft", "train_rm", "train_dpo", "train_kto", PPO])
+    def test_an_adapter_into_the_folder_of_its_model(self, tmp_path: Path, command: str) -> None:
+        base, link = tmp_path / "base", tmp_path / "link"
+        base.mkdir()
+        link.symlink_to(base)
+        for path in (base, link, tmp_path / "base" / ".." / "base"):
+            flags = ("--pretrain", str(base), "--save_path", str(path))
+            found = violations(command, *flags, "--lora_rank", "4")
+            assert set(found) == {"save_path"} and "folder of --pretrain" in found["save_path"]
+            assert not violations(command, *flags)  # all weights are written again
+        assert not violations(command, "--pretrain", str(base), "--save_path", str(base / "x"), "--lora_rank", "4")
+
+    def test_an_adapter_into_the_folder_of_another_model(self, tmp_path: Path) -> None:
+        names = ("other", "base", "save_critic", "ckpt/global_step20_hf")
+        other, base, critic, copy = (tmp_path / name for name in names)
+        for folder in (other, base, critic, copy):
+            folder.mkdir(parents=True)
+        flags = ["--lora_rank", "4", "--pretrain", str(base)]
+        found = violations("train_dpo", *flags, "--ref_pretrain", str(other), "--save_path", str(other))
+        assert "folder of --ref_pretrain" in found["save_path"]
+        ppo = ("--critic_pretrain", str(critic), "--save_path", str(tmp_path / "save"))
+        assert not violations(PPO, *flags, *ppo)
+        found = violations(PPO, *flags, *ppo, "--save_value_network")
+        assert f"{critic} is the folder of --critic_pretrain" in found["save_path"]
+        flags = ["--lora_rank", "4", "--pretrain", str(copy), "--ckpt_path", str(tmp_path / "ckpt")]
+        assert not violations("train_sft", *flags)
+        assert "--save_hf_ckpt writes into" in violations("train_sft", *flags, "--save_hf_ckpt")["ckpt_path"]
+
 
 class TestOthers:
     @pytest.mark.parametrize(
