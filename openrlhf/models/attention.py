@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 PACKED_ATTENTION = "openrlhf_packed"
 
-# Layer types of transformers configs whose state is carried along the packed row, across sequences.
-_ISOLATING_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layer types of transformers configs that this kernel does: no state along the row, no other mask.
+_ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
+
+
+_ADVICE = "run without --packing_samples, and with --attn_implementation eager"
 
 
 class PackingError(ValueError):
@@ -69,6 +72,12 @@ def packed_attention_forward(
     name = type(module).__name__
     if cu_seq_lens_q is None or max_length_q is None:
         raise PackingError(f"{name} does not pass sequence boundaries to its attention; run without --packing_samples")
+    if attention_mask is not None:
+        raise PackingError(
+            f"{name} makes an attention mask of its own, which packed attention would leave out; {_ADVICE}"
+        )
+    if sliding_window is None and _has_window(module):
+        raise PackingError(f"{name} does not pass its sliding window to its attention; {_ADVICE}")
     unsupported = [k for k, v in (("softcap", softcap), ("attention sinks", kwargs.get("s_aux"))) if v is not None]
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         unsupported.append("bidirectional attention")
@@ -76,10 +85,7 @@ def packed_attention_forward(
         unsupported.append("position bias")
     if unsupported or dropout:
         what = ", ".join(unsupported) or "attention dropout"
-        raise PackingError(
-            f"packed attention does not support {what}, which {name} needs; choose another --attn_implementation "
-            "(eager or flash_attention_2)"
-        )
+        raise PackingError(f"packed attention does not support {what}, which {name} needs; {_ADVICE}")
     if query.shape[0] != 1:
         raise PackingError(f"packed attention takes one row of tokens, got a batch of {query.shape[0]}")
     fast = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
@@ -90,6 +96,17 @@ def packed_attention_forward(
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # [1, N, H, D]
     return (attend(q, k, v) if sequence_ranks is None else sequence_ranks.attention(attend, q, k, v)), None
+
+
+def _has_window(module: nn.Module) -> bool:
+    """Whether a layer sees only the latest tokens, by its configuration."""
+    config: Any = getattr(module, "config", None)
+    if getattr(config, "sliding_window", None) is None or getattr(config, "use_sliding_window", True) is False:
+        return False
+    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if kinds is None:
+        return True
+    return index is not None and index < len(kinds) and kinds[index] == "sliding_attention"
 
 
 def _flash(
@@ -158,8 +175,12 @@ def check_packing(config: PretrainedConfig, model_class: type) -> None:
     recurrent = sorted(set(getattr(text, "layer_types", None) or []) - _ISOLATING_LAYERS)
     if recurrent:
         raise PackingError(
-            f"{model_class.__name__} has layers of type {', '.join(recurrent)}, which carry state from one packed "
-            "sequence into the next; run without --packing_samples"
+            f"{model_class.__name__} has layers of type {', '.join(recurrent)}, where packed sequences can't be kept "
+            "apart; run without --packing_samples"
+        )
+    if getattr(model_class, "_is_stateful", False):
+        raise PackingError(
+            f"{model_class.__name__} carries state from a packed sequence to the next; run without --packing_samples"
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise PackingError(

@@ -129,7 +129,7 @@ def _fuse_rotary(model: PreTrainedModel) -> int:
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        if not can_fuse(q.device):
+        if not can_fuse(q.device) or cos.shape[-1] != q.shape[-1]:  # the original may turn a part of each head only
             return original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return fuse(_rotary)(q, k, cos, sin, unsqueeze_dim)
 

@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from openrlhf import platform
-from openrlhf.models.attention import PACKED_ATTENTION, check_packing
+from openrlhf.models.attention import PACKED_ATTENTION, PackingError, check_packing
+from openrlhf.models.checks import ModelLoadError, check_output, check_positions, fix_rotary, padded_attention
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.head import ScalarHead
 from openrlhf.models.lora import LoraSettings, add_lora, is_peft
@@ -43,13 +44,9 @@ logger = get_logger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Above this size on disk, ZeRO-3 ranks load only their part of each tensor into memory.
 ZERO3_INIT_BYTES = 4 << 30
-_POSITIONS = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings)$")
+_RANDOM = re.compile("dropout|pdrop|jitter|layerdrop")
 _HEAD = "score"
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-
-
-class ModelLoadError(RuntimeError):
-    """A model or tokenizer can't be read; the message names the path and what is wrong with it."""
 
 
 class ModelOptions(LoraSettings, Protocol):
@@ -156,16 +153,18 @@ def _first_line(error: BaseException) -> str:
 
 
 def _silence_dropout(config: PretrainedConfig, path: str) -> dict[str, Any]:
-    """Set every dropout rate to 0: log-probs of the same weights must not differ between two forward passes."""
+    """Set the rates of dropout and of a router's noise to 0: two passes of the same weights must not differ."""
     changed: dict[str, Any] = {}
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, rate in list(vars(part).items()):
-            if ("dropout" in name or "pdrop" in name) and isinstance(rate, float) and rate > 0:
+            if part.model_type == "phimoe" and name == "router_jitter_noise":
+                continue  # a threshold of its router, outside of training too
+            if _RANDOM.search(name) and isinstance(rate, float) and rate > 0:
                 setattr(part, name, 0.0)
                 changed[name] = rate
     if changed:
         note_once(
-            logger, f"{path}: dropout set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})"
+            logger, f"{path}: set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})"
         )
     return changed
 
@@ -184,6 +183,10 @@ def resolve_attention(requested: str, packing: bool) -> str:
     if requested in ("auto", PACKED_ATTENTION, "", None):
         return own
     if requested in ("sdpa", "eager"):
+        if packing:
+            raise PackingError(
+                f"--attn_implementation {requested} can't keep packed samples apart; leave it or --packing_samples out"
+            )
         return requested
     if requested == "flash_attention_2":
         if importlib.util.find_spec("flash_attn") is not None and torch.cuda.is_available():
@@ -244,6 +247,8 @@ def _from_pretrained(
     _quiet_progress_bars()
     dropout = _silence_dropout(config, path)
     attention = resolve_attention(opts.attn_implementation, opts.packing_samples)
+    if attention == "sdpa":
+        attention = padded_attention(auto_class, config, opts.attn_implementation)
     implementation: Any = attention
     if attention == PACKED_ATTENTION and is_vision_model(config):  # it is causal, and images are not
         implementation = {"": attention, "text_config": attention, "vision_config": "sdpa"}
@@ -267,7 +272,10 @@ def _from_pretrained(
         raise
     except Exception as error:  # transformers, safetensors and torch each have their own; all mean the same here
         raise ModelLoadError(f"cannot load model {path!r}: {type(error).__name__}: {_first_line(error)}") from error
-    _check_positions(model, path, getattr(opts, "max_len", 0))
+    check_output(model, path)
+    if max_len := getattr(opts, "max_len", None):
+        check_positions(model, path, max_len)
+        fix_rotary(model, path, max_len)
     if opts.packing_samples and attention != "flash_attention_2":
         check_packing(config, type(model))
     if platform.device_type() == "cuda" and not opts.use_liger_kernel:
@@ -276,15 +284,6 @@ def _from_pretrained(
     model.openrlhf_original_config = dropout
     model.config.use_cache = False
     return model, set(info["missing_keys"])
-
-
-def _check_positions(model: PreTrainedModel, path: str, max_len: int) -> None:
-    """A table of learned positions has an end, behind which a GPU stops with an assertion that names nothing."""
-    tables = (name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
-    learned = any(_POSITIONS.search(name) for name in tables)
-    limit = model.config.get_text_config().max_position_embeddings if learned else max_len
-    if max_len > limit:
-        raise ModelLoadError(f"{path!r} has positions for {limit} tokens; use --max_len {limit} instead of {max_len}")
 
 
 def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> nn.Module:

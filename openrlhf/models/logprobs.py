@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 
 from openrlhf.batching import MicroBatch
 from openrlhf.models.attention import sequence_bounds
+from openrlhf.models.checks import base_model
 from openrlhf.models.head import HeadScaling, head_logprobs
 from openrlhf.models.loading import unwrap_hf
 from openrlhf.models.sequence_parallel import ALONE, SequenceRanks, sequence_ranks
@@ -96,7 +97,7 @@ class Backbone(nn.Module):
         """Last hidden states ``[N, H]`` (of this rank's slice, if there are others) and the base model's output."""
         inputs, inside = _layout(batch, self.packing, self.ranks)
         hf = unwrap_hf(self.model)
-        base = getattr(hf, hf.base_model_prefix)
+        base = base_model(hf)
         zero: Tensor | None = None
         vision = getattr(hf, "openrlhf_vision", None)
         if vision is not None:

@@ -55,4 +55,17 @@ def add_lora(model: nn.Module, opts: LoraSettings, task: str) -> nn.Module:
         bias="none",
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
     )
-    return get_peft_model(model, config)
+    adapted = get_peft_model(model, config)
+    _check_ends(model)
+    return adapted
+
+
+def _check_ends(model: Any) -> None:
+    """Refuse adapters on the output layer, which log-probs are computed without, and on an embedding tied to it."""
+    from peft.tuners.lora import LoraLayer
+
+    if isinstance(model.get_output_embeddings(), LoraLayer):
+        raise ValueError("an adapter can't be on the output layer (lm_head); leave it out")
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and isinstance(model.get_input_embeddings(), LoraLayer):
+        raise ValueError("the embedding is the output layer too in this model, and can't have an adapter; leave it out")

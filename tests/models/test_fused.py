@@ -52,3 +52,20 @@ def test_other_formulas_are_left_alone() -> None:
 
 def test_nothing_is_compiled_for_a_cpu() -> None:
     assert not can_fuse(torch.device("cpu"))
+
+
+def test_a_model_that_turns_a_part_of_each_head_keeps_its_rotary_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its function gives the same as the fused one on angles as wide as a head, and not on narrower ones."""
+    from transformers.models.gpt_neox import modeling_gpt_neox as namespace
+
+    monkeypatch.setattr(namespace, "apply_rotary_pos_emb", namespace.apply_rotary_pos_emb)  # put back at the end
+    sizes = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+    model = load_causal_lm(make_tiny_model(tmp_path / "m", "gpt_neox", **sizes), options())
+    batch = packed(sequences())
+    expected = PolicyModel(model)(batch).logprobs
+    fuse_elementwise(model)  # type: ignore[arg-type]
+    monkeypatch.setattr("openrlhf.models.fused.can_fuse", lambda device: True)
+    monkeypatch.setattr("openrlhf.models.fused.fuse", lambda function: function)
+    torch.testing.assert_close(PolicyModel(model)(batch).logprobs, expected, atol=1e-5, rtol=0)

@@ -97,7 +97,7 @@ def test_reference_model_is_frozen(folder: Path) -> None:
 def test_attention_choice() -> None:
     assert resolve_attention("auto", True) == PACKED_ATTENTION
     assert resolve_attention("auto", False) == "sdpa"
-    assert resolve_attention("eager", True) == "eager"
+    assert resolve_attention("eager", False) == "eager"
     # the flash-attn package is absent here; its kernels come with PyTorch
     assert resolve_attention("flash_attention_2", True) == PACKED_ATTENTION
     with pytest.raises(ModelLoadError, match="flash_attention_3.*flash_attn_interface"):
