@@ -163,9 +163,7 @@ def _silence_dropout(config: PretrainedConfig, path: str) -> dict[str, Any]:
                 setattr(part, name, 0.0)
                 changed[name] = rate
     if changed:
-        note_once(
-            logger, f"{path}: set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})"
-        )
+        note_once(logger, f"{path}: set to 0 for training ({', '.join(f'{k}={v}' for k, v in changed.items())})")
     return changed
 
 
