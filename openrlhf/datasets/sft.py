@@ -18,6 +18,7 @@ from openrlhf.datasets import text as texts
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, require_columns
 from openrlhf.datasets.tokenized import counted, tokenize_rows
+from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -259,7 +260,7 @@ def _prompt_and_response(prompt: str, response: str, style: SFTFormat, tokenizer
     if whole[: len(head)] == head and len(whole) > len(head):
         tail = whole[len(head) :]
     else:  # a token would straddle the border, which can't happen when the model continues the prompt
-        tail = list(tokenizer(response, add_special_tokens=False)["input_ids"])
+        tail = continued_ids(tokenizer, response)
     if tail[-1:] != [tokenizer.eos_token_id]:
         tail = [*tail, tokenizer.eos_token_id]
     return _finish(head + tail, [False] * len(head) + [True] * len(tail), style.max_len, TOO_LONG)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.sources import DataError
+from openrlhf.utils.continued import encode_continued
 
 Message = dict[str, Any]
 
@@ -127,21 +129,46 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def encode_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a rendered text, and which of them lie in the character spans (ascending, disjoint)."""
+    """Ids of a rendered text, and which of them lie in the character spans (ascending, disjoint).
+
+    The ids begin with those of the text before the first span, and no token lies across the border of a span.
+    """
+    borders = sorted({border for span in spans for border in span} - {0, len(text)})
+    ids, begins = _encode_between(tokenizer, text, borders, False)
+    return ids, [any(a <= begin < b for a, b in spans) for begin in begins]
+
+
+def _encode_between(
+    tokenizer: PreTrainedTokenizerBase, text: str, borders: Sequence[int], continues: bool
+) -> tuple[list[int], list[int]]:
+    """Ids and the place where each begins; the text is cut only at borders that a token would lie across."""
+    ids, before = encode_continued(tokenizer, text) if continues else (encode_rendered(tokenizer, text), "")
+    begins, cuts = [0] * len(ids), set(borders)
     if tokenizer.is_fast:
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        return list(encoded["input_ids"]), [any(a <= start < b for a, b in spans) for start in starts]
-    ids: list[int] = []
-    mask: list[bool] = []
-    position = 0
-    for a, b in [*spans, (len(text), len(text))]:
-        for part, inside in ((text[position:a], False), (text[a:b], True)):
-            piece = encode_rendered(tokenizer, part) if part else []
-            ids += piece
-            mask += [inside] * len(piece)
-        position = b
-    return ids, mask
+        encoded = tokenizer(before + text, add_special_tokens=False, return_offsets_mapping=True)
+        end, ends = 0, []
+        # what is between two tokens was trimmed from the second
+        for i, (first, last) in enumerate(encoded["offset_mapping"][-len(ids) :] if ids else []):
+            begins[i] = min(max(first - len(before), 0), end)
+            ends.append(end := max(last - len(before), end))
+        across = {
+            border: ids[i - 1] for border in borders if (i := bisect_left(begins, border)) and ends[i - 1] > border
+        }
+        # an added token takes blanks beside it in, not text
+        cuts = {border for border, token in across.items() if token not in tokenizer.added_tokens_decoder}
+    if borders and not continues:
+        head = encode_rendered(tokenizer, text[: borders[0]])
+        cuts |= set() if ids[: len(head)] == head else {borders[0]}
+    if not cuts:
+        return ids, begins
+    ids, begins = [], []
+    places = [0, *sorted(cuts), len(text)]
+    for a, b in zip(places, places[1:], strict=False):
+        inner = [border - a for border in borders if a < border < b]
+        piece, starts = _encode_between(tokenizer, text[a:b], inner, continues or a > 0)
+        ids += piece
+        begins += [a + start for start in starts]
+    return ids, begins
 
 
 def assistant_spans(

@@ -15,6 +15,7 @@ from openrlhf.rollout.rewards import RewardClient, RewardRequest, RewardResult, 
 from openrlhf.rollout.rewards.base import as_list, finite_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
 from openrlhf.rollout.usercode import run_in_thread
+from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.images import ImageError
 
 _STEP_KEYS = (
@@ -290,7 +291,7 @@ def _append_feedback(
     """Adds what the environment said, as far as there is room; an image whole or not at all."""
     if not feedback:
         return
-    ids = list(hf_tokenizer.encode(feedback, add_special_tokens=False))
+    ids = continued_ids(hf_tokenizer, feedback)
     placed: list[PlacedImage] = []
     if images:
         try:

@@ -21,6 +21,7 @@ from aiohttp import web
 from openrlhf.rollout.agents import AgentExecutorBase
 from openrlhf.rollout.errors import AgentError, EngineError
 from openrlhf.rollout.openai_wire import Refused, ToolReply, chat_message, plain_messages, reply_body, stream_lines
+from openrlhf.utils.continued import continued_ids
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +92,10 @@ class _Session:
     def _continued(self, text: str) -> tuple[_Conversation, list[int]]:
         """The conversation that `text` continues, a new one if there is none, and the ids that come new."""
         fitting = [c for c in self.conversations if c.ranges and not c.busy and text.startswith(c.text)]
-        if fitting:
-            conversation = max(fitting, key=lambda c: len(c.text))
-        else:
-            conversation = _Conversation("", [], [])
-        new = text[len(conversation.text) :]
-        return conversation, list(self.tokenizer.encode(new, add_special_tokens=False)) if new else []
+        if not fitting:
+            return _Conversation("", [], []), list(self.tokenizer.encode(text, add_special_tokens=False))
+        conversation = max(fitting, key=lambda c: len(c.text))
+        return conversation, continued_ids(self.tokenizer, text[len(conversation.text) :])
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from openrlhf.rollout.episodes import PromptItem
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
 
@@ -42,6 +44,15 @@ class LetterTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_: Any) -> str:
         kept = [t for t in token_ids if not (skip_special_tokens and t in SPECIAL)]
         return "".join(SPECIAL.get(t) or self.pieces[t] for t in kept)
+
+
+def mark_beginnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on letters are encoded with a blank before each text, as SentencePiece does, and decoded without it."""
+    encode, decode = LetterTokenizer.encode, LetterTokenizer.decode
+    monkeypatch.setattr(LetterTokenizer, "encode", lambda self, text, **more: encode(self, " " + text, **more))
+    monkeypatch.setattr(
+        LetterTokenizer, "decode", lambda self, ids, **more: decode(self, ids, **more).removeprefix(" ")
+    )
 
 
 class ScriptedEngine:

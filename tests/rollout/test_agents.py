@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
+from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item, mark_beginnings
 
 from openrlhf.rollout.agent_engine import to_sampling
 from openrlhf.rollout.agents import MultiTurnAgentExecutor
@@ -84,6 +84,13 @@ def test_sampled_ids_are_never_encoded_again() -> None:
     assert [s["action_text"] for s in cls.seen] == ["ab", "b"]
     assert all(s["label"] == "gold" for s in cls.seen)
     assert all(s["sampling_params"].max_tokens is None for s in cls.seen)
+
+
+def test_feedback_goes_on_without_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_beginnings(monkeypatch)
+    executor, cls = scripted(step(0.0, "c"), step(1.0, done=True))
+    trajectory = one(executor, ScriptedEngine([([A], "stop"), ([B, EOS], "stop")]))
+    assert trajectory.token_ids.tolist() == [*TOK.encode("q"), A, C, B, EOS] and cls.seen[1]["action_text"] == "b"
 
 
 @pytest.mark.parametrize("reward", [0.5, np.float32(0.5), np.array([0.5]), torch.tensor(0.5), torch.tensor([0.5])])

@@ -12,10 +12,11 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
-from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
+from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item, mark_beginnings
 
 from openrlhf.rollout.episodes import EpisodeSpec, Group, run_group
 from openrlhf.rollout.errors import AgentError, EngineError
+from openrlhf.rollout.openai_agent import _Conversation, _Session
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.utils.agent import OpenAIAgentExecutor
@@ -92,6 +93,15 @@ async def two_turns(client: openai.AsyncOpenAI, prompt: str, label: Any) -> Any:
     assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (len(TOK.encode("U:hi<eos>\nA:")), 3)
     second = await ask(client, [user(prompt), assistant("ab"), user("more")])
     return {"reward": 0.5, "scores": 0.0, "extra_logs": {"length": len(second.choices[0].message.content)}}
+
+
+def test_what_is_new_goes_on_without_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark_beginnings(monkeypatch)
+    start = TOK.encode("User: a")
+    known = _Conversation("User: a", start, [0.0] * len(start), [(0, 1)])
+    session = _Session(None, 99, TOK, None, [known])
+    assert session._continued("User: abb") == (known, TOK.encode("bb")[1:])
+    assert session._continued("other")[1] == TOK.encode("other")
 
 
 def test_turns_continue_the_sampled_ids() -> None:
