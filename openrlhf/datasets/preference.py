@@ -252,16 +252,15 @@ def _half(
     if style.scored or style.prompt_key is None:
         prompt = "" if style.prompt_key is None else texts.plain_text(row[style.prompt_key], where, style.prompt_key)
         head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
-        return _whole(texts.encode(tokenizer, head + answer), style, tokenizer)
+        return _whole(head + answer, style, tokenizer)
     layout = SFTFormat(style.prompt_key, column, style.input_template, False, False, False, max_len=1 << 40)
     done = tokenize_sft_row(row, index, layout, tokenizer, source)
     return _Half(done.token_ids, done.loss_mask, done.dropped)
 
 
-def _whole(ids: list[int], style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> _Half:
+def _whole(text: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> _Half:
     """A text with one end token (reward models: none yet), all of it answer but for the first token."""
-    while ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
+    ids = texts.encode_scored(tokenizer, text, style.apply_chat_template)
     if not style.scored:
         ids = [*ids, tokenizer.eos_token_id]
     return _Half(ids, [False] + [True] * (len(ids) - 1))
@@ -292,8 +291,7 @@ def _chat_half(
     if answer[-1]["role"] != "assistant":
         raise DataError(f"{where}: column {column!r} ends with a message from {answer[-1]['role']!r}, not assistant")
     if style.scored:
-        text = texts.render(tokenizer, prompt + answer, False, where).rstrip("\n")
-        return _whole(texts.encode_rendered(tokenizer, text), style, tokenizer)
+        return _whole(texts.render(tokenizer, prompt + answer, False, where), style, tokenizer)
     turns = [len(prompt) + i for i, message in enumerate(answer) if message["role"] == "assistant"]
     text, spans = texts.assistant_spans(tokenizer, prompt + answer, turns, where)
     ids, mask = texts.encode_spans(tokenizer, text, spans)

@@ -126,6 +126,18 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def encode_scored(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool) -> list[int]:
+    """Ids of prompt and answer together, as a reward model is trained on them and asked; without the end token.
+
+    Args:
+        rendered: a chat template made the text.
+    """
+    ids = (encode_rendered if rendered else encode)(tokenizer, text.rstrip("\n"))
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
+
+
 def encode_spans(
     tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[int], list[bool]]:

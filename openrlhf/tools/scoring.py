@@ -75,14 +75,16 @@ class RewardScorer:
         """The model's tokenizer."""
         return self._tokenizer
 
-    def encode(self, text: str) -> Encoded:
+    def encode(self, text: str, rendered: bool = False) -> Encoded:
         """Token ids of a prompt with its response, as in training: padding removed, one end token at the end.
+
+        ``rendered``: a chat template made the text, and put its beginning token in.
 
         A text that is too long loses tokens at the end that the tokenizer's ``truncation_side`` names (the right one
         unless the tokenizer says otherwise); the end token stays, since the score is read there.
         """
         tokenizer = self._tokenizer
-        ids = texts.encode(tokenizer, text) if text else []
+        ids = texts.encode_scored(tokenizer, text, rendered) if text else []
         end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
         while ids and ids[-1] in (end, padding):
             ids.pop()
