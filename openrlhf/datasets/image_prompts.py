@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset, Image, List
 
 from openrlhf.datasets.sources import DataError
-from openrlhf.datasets.text import present
+from openrlhf.datasets.text import without_none
 from openrlhf.utils.images import TAG, ImageError, image_sources
 
 
@@ -49,7 +49,7 @@ def _plain_part(part: Any) -> Any:
     """A part of a message's content; the pictures themselves are in the image column."""
     if not isinstance(part, Mapping):
         return part
-    return {"type": "image"} if part.get("type") in ("image", "image_url") else present(part)
+    return {"type": "image"} if part.get("type") in ("image", "image_url") else without_none(part)
 
 
 def with_image_parts(value: Any, count: int, where: str) -> Any:

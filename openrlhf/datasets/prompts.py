@@ -162,18 +162,11 @@ def _facts(
 def _decoded(value: Any) -> Any:
     """The value of a JSON text, or the value of a column as the row meant it."""
     if not isinstance(value, str):
-        return _without_none(value)
+        return texts.without_none(value)
     try:
         return json.loads(value)
     except ValueError:
         return value
-
-
-def _without_none(value: Any) -> Any:
-    """:func:`texts.present`, at every depth."""
-    if isinstance(value, dict):
-        return {str(name): _without_none(item) for name, item in texts.present(value).items()}
-    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _prompt(

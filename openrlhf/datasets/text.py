@@ -59,9 +59,11 @@ def require_values(row: Mapping[str, Any], columns: Iterable[str | None], where:
             raise DataError(f"{where}: column {column!r} is null")
 
 
-def present(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys that columns of structs have as None, because other rows have them."""
-    return {key: item for key, item in value.items() if item is not None}
+def without_none(value: Any) -> Any:
+    """Without the keys, at every depth, that columns of structs have as None because other rows have them."""
+    if isinstance(value, Mapping):
+        return {str(key): without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def as_messages(value: Any, role: str, where: str) -> list[Message]:
@@ -79,7 +81,7 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
         known = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not known or (message.get("content") is None and not message.get("tool_calls")):
             raise DataError(f"{where}: message {position} needs the keys role and content, got {message!r}")
-        own = present(message)
+        own = without_none(message)
         own.setdefault("content", None)  # an answer of tool calls alone has none
         messages.append(own)
     return messages

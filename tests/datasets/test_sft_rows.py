@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from openrlhf.datasets.sft import (
     open_sft_dataset,
     tokenize_sft_row,
 )
-from openrlhf.datasets.sources import DataError
+from openrlhf.datasets.sources import DataError, load_rows
 
 USER, ASSISTANT = "user", "assistant"
 
@@ -167,6 +169,18 @@ def test_results_of_tools_are_rendered_as_one_conversation(content: str | None) 
     assert row.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text == f"[user]q<eos>[assistant]{content or ''}<f><g><eos>[user]12<eos>[assistant]3<eos>"
     assert learnt(row, tokenizer) == f"{content or ''}<f><g><eos>3<eos>"
+
+
+def test_keys_of_other_rows_are_not_learnt(tmp_path: Path) -> None:
+    """A column of structs has every key in every row, at every depth."""
+    calls = [{"name": "f", "arguments": given} for given in ({"city": "Paris"}, {"a": 1, "b": [{"c": 2}, {"d": 3}]})]
+    talks = [[message(USER, "q"), {"role": ASSISTANT, "tool_calls": [call]}] for call in calls]
+    Dataset.from_list([{"input": talk} for talk in talks]).to_parquet(tmp_path / "rows.parquet")
+    template = "{% for m in messages %}{{ m.content or (m.tool_calls | tojson) }}{{ eos_token }}{% endfor %}"
+    tokenizer = letters(template, eos="<eos>")
+    for row, call in zip(load_rows(str(tmp_path / "rows.parquet")), calls, strict=True):
+        got = tokenize_sft_row(row, 0, style(apply_chat_template=True, output_key=None), tokenizer)
+        assert json.loads(learnt(got, tokenizer).removesuffix("<eos>")) == [call]
 
 
 def test_slow_tokenizer_gives_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
