@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from openrlhf.config import SFTConfig
 from openrlhf.datasets import tokenized
-from openrlhf.datasets.sft import build_sft_dataset
+from openrlhf.datasets.sft import Tokenized, build_sft_dataset
 from openrlhf.datasets.sources import load_rows
 
 
@@ -31,3 +31,18 @@ def test_ids_are_cached_apart_from_the_data(tmp_path: Path, monkeypatch: pytest.
     cfg.input_template = "{}="
     built = build_sft_dataset(load_rows(str(data)), cfg, letters(eos="<eos>"))
     assert len(built) == 3 and sorted(data.rglob("*")) == before
+
+
+def test_cached_ids_are_not_those_of_older_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenized, "_IN_MEMORY_ROWS", 0)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    rows = Dataset.from_list([{"input": "q", "output": "a"}])
+    cfg = SFTConfig(output_key="output", input_template="{}")
+    lengths = []
+    for number, response in ((1, [1]), (1, [1, 2]), (2, [1, 2])):
+        monkeypatch.setattr(tokenized, "FORMAT", number)
+        monkeypatch.setattr(
+            "openrlhf.datasets.sft.tokenize_sft_row", lambda *_, r=response: Tokenized(r, [True] * len(r))
+        )
+        lengths.append(len(build_sft_dataset(rows, cfg, letters()).fetch([0])[0][0]))
+    assert lengths == [1, 1, 2]
