@@ -55,7 +55,14 @@ def add_lora(model: nn.Module, opts: LoraSettings, task: str) -> nn.Module:
         bias="none",
         modules_to_save=["score"] if task == "SEQ_CLS" else None,
     )
-    adapted = get_peft_model(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        if "lora_dropout" not in str(error):
+            raise
+        raise ValueError(
+            f"adapters on experts can't have --lora_dropout {opts.lora_dropout}; use 0, or name other layers"
+        ) from error
     _check_ends(model)
     return adapted
 

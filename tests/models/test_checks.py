@@ -103,6 +103,9 @@ def test_attention_that_packs_nothing(tmp_path: Path, attention: str) -> None:
 
 
 def test_layers_that_can_have_no_adapter(tmp_path: Path) -> None:
+    experts = make_tiny_model(tmp_path / "experts", "mixtral", **EXPERTS)
+    with pytest.raises(ModelLoadError, match="on experts can't have --lora_dropout 0.1; use 0"):
+        load_causal_lm(experts, options(lora_rank=2, lora_dropout=0.1))
     tied = make_tiny_model(tmp_path / "tied", "qwen2", tie=True)
     with pytest.raises(ModelLoadError, match="the embedding is the output layer too"):
         load_causal_lm(tied, options(lora_rank=2, target_modules=["embed_tokens"]))
