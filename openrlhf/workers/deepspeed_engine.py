@@ -201,8 +201,10 @@ class TrainEngine:
         finite = torch.isfinite(loss.detach())
         self._finite = finite if self._finite is None else self._finite & finite
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages gradients over all ranks; the sum is wanted
-        self._engine.backward(loss * self._engine.dp_world_size, scale_wrt_gas=False)
+        # DeepSpeed averages gradients over all ranks; the sum is wanted. The gradient of a loss that is not finite may
+        # be: as a NaN it stops the step, on all ranks, where DeepSpeed measures it.
+        factor = torch.where(finite, float(self._engine.dp_world_size), math.nan)
+        self._engine.backward(loss * factor, scale_wrt_gas=False)
         self._pending = 0 if last else self._pending + 1
 
     def passes_alone(self, training: bool) -> bool:

@@ -188,7 +188,7 @@ def states_away(cases: Cases) -> None:
 
 
 def poisoned(cases: Cases) -> None:
-    """A NaN loss, and a NaN gradient under a finite loss, on the last rank: all ranks stop, weights stay."""
+    """A NaN loss with a finite gradient, and the other way round, on the last rank: all ranks stop, weights stay."""
 
     class NaNGradient(torch.autograd.Function):
         @staticmethod
@@ -205,9 +205,11 @@ def poisoned(cases: Cases) -> None:
         before = cases.weights(engine)
         key = f"zero{stage} {dtype}"
         with raises(cases.results, f"nan loss {key}"):
-            cases.step(engine, lambda loss: loss * float("nan"))
+            cases.step(engine, lambda loss: loss + float("nan"))
         with raises(cases.results, f"nan gradient {key}"):
             cases.step(engine, NaNGradient.apply)
+        with raises(cases.results, f"inf loss {key}"):
+            cases.step(engine, lambda loss: loss + float("inf"))
         after = cases.weights(engine)
         cases.results[f"weights after nan {key}"] = all(torch.equal(before[n], after[n]) for n in before)
         cases.step(engine)

@@ -174,6 +174,7 @@ def test_flags_of_the_new_run_hold_after_a_resume(results: dict[str, Any]) -> No
 )
 def test_nan_stops_all_ranks_before_the_weights_change(results: dict[str, Any], setup: str) -> None:
     assert "step 2" in results[f"nan loss {setup}"] and "loss is NaN" in results[f"nan loss {setup}"]
+    assert "step 2" in results[f"inf loss {setup}"] and "loss is NaN or infinite" in results[f"inf loss {setup}"]
     assert "step 2" in results[f"nan gradient {setup}"] and "gradient norm" in results[f"nan gradient {setup}"]
     assert results[f"weights after nan {setup}"]
     assert results[f"goes on {setup}"]
