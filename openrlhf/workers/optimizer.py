@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import get_scheduler
 
 from openrlhf import platform
 from openrlhf.config.commands import TrainerOptions
+from openrlhf.config.limits import SCHEDULERS
 from openrlhf.models.partition import full_shape
 from openrlhf.workers.muon import MuonSpec, MuonWithAdamW, hidden_matrices
 
@@ -48,7 +49,7 @@ class SchedulerSpec:
     """Learning rate over the run.
 
     Attributes:
-        name: a transformers scheduler.
+        name: a transformers scheduler, one of :data:`SCHEDULERS`.
         total_steps: optimizer steps of the whole run; the schedule's last value is that of the last step.
         warmup_ratio: share of the steps with a rising rate, rounded up.
         min_lr_ratio: last rate as a fraction of the highest (schedulers with ``min_lr`` in their name).
@@ -110,27 +111,28 @@ def _adamw(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Ada
 def schedule(spec: SchedulerSpec, lr: float) -> Callable[[int], float]:
     """Factor of the learning rate for optimizer step 1, 2, ...
 
-    Step ``total_steps`` and every later one get the schedule's last value; the first step of a warm-up is not zero.
+    Step ``total_steps`` and every later one get the schedule's last value; the first step of a warm-up is not zero. A
+    run of one step has the peak rate, and so has the last step of a warm-up that takes the whole run.
 
     Raises:
-        ValueError: the name is unknown, or is not a function of the step alone.
+        ValueError: there is no such schedule; tells which there are.
     """
+    if spec.name not in SCHEDULERS:
+        raise ValueError(f"lr_scheduler {spec.name!r} is none of {', '.join(SCHEDULERS)}")
     probe = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr)
     total = max(1, spec.total_steps)
+    warmup = math.ceil(spec.warmup_ratio * total)
     extra = {"min_lr_rate": spec.min_lr_ratio} if spec.name in _MIN_LR_SCHEDULERS else None
-    try:
-        built = get_scheduler(spec.name, probe, math.ceil(spec.warmup_ratio * total), total, extra)
-    except ValueError as error:
-        raise ValueError(f"lr_scheduler {spec.name!r} can't be used: {error}") from error
-    factors: Iterable[Any] = getattr(built, "lr_lambdas", ())
-    factor = next(iter(factors), None)
-    if factor is None:
-        raise ValueError(
-            f"lr_scheduler {spec.name!r} is not a function of the step; use for example cosine_with_min_lr"
-        )
+    (factor,) = get_scheduler(spec.name, probe, warmup, total, extra).lr_lambdas
     # transformers counts this one from 1 by itself.
     ahead = 1 if spec.name == "cosine_warmup_with_min_lr" else 0
-    return lambda step: float(factor(max(0, min(step, total) - ahead)))
+
+    def at(step: int) -> float:
+        step = min(step, total)
+        # After such a warm-up transformers has no steps left: some schedules give 0 there, or divide by their number.
+        return 1.0 if step == warmup or total == 1 else float(factor(max(0, step - ahead)))
+
+    return at
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, spec: SchedulerSpec, lr: float) -> LambdaLR:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from openrlhf.config.limits import SCHEDULERS
 from openrlhf.workers.muon import MuonSpec, hidden_matrices, orthogonalize
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler, schedule
 
@@ -71,9 +72,20 @@ def test_both_cosines_with_a_least_rate_are_the_same_here(warmup: float) -> None
     assert other[-1] == pytest.approx(0.1) and min(other) >= 0.05
 
 
-@pytest.mark.parametrize("name", ["nonsense", "reduce_lr_on_plateau"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("total", [1, 2, 7])
+def test_a_warm_up_as_long_as_the_run_ends_at_the_peak(name: str, total: int) -> None:
+    """linear ended at 0, so that a run of one step changed nothing, and polynomial divided by 0."""
+    seen = rates(SchedulerSpec(name, total, warmup_ratio=1.0))
+    line = [1.0] * total if name == "constant" else [(step + 1) / total for step in range(total)]
+    assert seen == pytest.approx(line)
+    for ratio in (0.0, 0.03):
+        assert rates(SchedulerSpec(name, 1, warmup_ratio=ratio), lr=0.5) == [0.5]
+
+
+@pytest.mark.parametrize("name", ["nonsense", "reduce_lr_on_plateau", "warmup_stable_decay"])
 def test_other_schedules_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"{name}.*none of cosine_with_min_lr, .*linear, polynomial"):
         schedule(SchedulerSpec(name, 10), 1.0)
 
 
