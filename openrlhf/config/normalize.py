@@ -29,7 +29,7 @@ PATH_FLAGS = (
     *("dataset", "eval_dataset", "prompt_data", "load_rollouts", "dump_rollouts"),
     *("save_path", "ckpt_path", "output_path", "run_dir", "use_tensorboard"),
     *("remote_rm_url", "agent_func_path", "custom_algorithms", "custom_generate_function_path", "custom_rm_path"),
-    *("dynamic_sampling_filter_path", "buffer_filter_path"),
+    *("dynamic_sampling_filter_path", "buffer_filter_path", "tokenizer_chat_template"),
 )
 _HOME = re.compile(r"(^|[,=])\s*(~[^/,@]*)")
 _RUN_NAMES = {"train_sft": "sft", "train_rm": "rm", "train_dpo": "exp", "train_kto": "kto", "train_ppo_ray": "ppo"}
@@ -129,10 +129,13 @@ def _fix_template(changer: _Changer) -> None:
             "had no {}",
             f"--input_template {template!r} has no {{}} for the prompt, so no template is used",
         )
-    elif "\\n" in template:
+        return
+    if "\\n" in template:
         changer.note(
             "--input_template has a backslash followed by n, which is not a line break; in a shell write $'...\\n'"
         )
+    if "{{" in template:
+        changer.note("--input_template has {{, which stays as it is; only {} is replaced, by the prompt")
 
 
 def _eval_split_of_files(changer: _Changer) -> None:

@@ -24,7 +24,7 @@ class DataOptions(OptionGroup):
     max_len: int = flag(2048, "largest number of tokens of a sample", "data.max_len")
     input_template: str | None = flag(
         None,
-        "text with one {} that is put round the prompt; not used together with a chat template",
+        "text with one {}, the place of the prompt; other braces are text; not used together with a chat template",
         "data.input_template",
     )
     apply_chat_template: bool = flag(
@@ -59,7 +59,9 @@ class SupervisedDataOptions(DataOptions):
     )
     dataset_split: str = flag("train", "split of each training source", "data.dataset_split")
     tokenizer_chat_template: str | None = flag(
-        None, "Jinja text that replaces the tokenizer's chat template", "data.tokenizer_chat_template"
+        None,
+        "file with a Jinja template, or the template itself, that replaces the tokenizer's chat template",
+        "data.tokenizer_chat_template",
     )
 
 

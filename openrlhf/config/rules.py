@@ -53,6 +53,7 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
     violations += unsupported(cfg)
     violations += _check_required(cfg)
     violations += _check_models(cfg)
+    violations += _check_template(cfg)
     if isinstance(cfg, LoadOptions):
         violations += _check_loading(cfg)
     if isinstance(cfg, DeepSpeedOptions):
@@ -178,6 +179,12 @@ def _check_models(cfg: Any) -> Iterator[Violation]:
             ):
                 continue
             yield not_there(flag, f"folder {path}")
+
+
+def _check_template(cfg: Any) -> Iterator[Violation]:
+    template = getattr(cfg, "input_template", None) or ""
+    if (places := template.count("{}")) > 1:
+        yield Violation("input_template", f"{template!r} has {places} times {{}}", "write it once, for the prompt")
 
 
 def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:

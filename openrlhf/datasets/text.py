@@ -34,8 +34,8 @@ def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def apply_template(template: str | None, text: str) -> str:
-    """Put a prompt into ``--input_template`` (a format string with one ``{}``)."""
-    return template.format(text) if template else text
+    """Put a prompt into ``--input_template``, in the place of its ``{}``; other braces are text."""
+    return template.replace("{}", text, 1) if template else text
 
 
 def plain_text(value: Any, where: str, column: str) -> str:

@@ -401,10 +401,10 @@ def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | Non
 
     Args:
         use_fast: False for the slow Python tokenizer (``--disable_fast_tokenizer``).
-        chat_template: Jinja source that replaces the tokenizer's own template.
+        chat_template: Jinja source, or a file that holds it; it replaces the tokenizer's own template.
 
     Raises:
-        ModelLoadError: there is no tokenizer, or it has no end-of-sequence token.
+        ModelLoadError: there is no tokenizer, it has no end-of-sequence token, or ``chat_template`` is not a template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=True)
@@ -420,6 +420,13 @@ def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | Non
         vocabulary = tokenizer.get_vocab()
         tokenizer.pad_token = next((t for t in spare if t in vocabulary and t not in used), tokenizer.eos_token)
     if chat_template is not None:
+        if os.path.isfile(chat_template):
+            chat_template = Path(chat_template).read_text(encoding="utf-8")
+        if "{" not in chat_template:
+            raise ModelLoadError(
+                f"--tokenizer_chat_template {chat_template[:80]!r} is neither a file that exists nor a Jinja template, "
+                "which has a '{'; give the path of a file, or the template itself"
+            )
         tokenizer.chat_template = chat_template
     return tokenizer
 

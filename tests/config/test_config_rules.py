@@ -68,6 +68,12 @@ def test_required(command: str, missing: set[str]) -> None:
     assert {v.flag for v in parse(command, []).violations} == missing
 
 
+@pytest.mark.parametrize("command", ["train_sft", PPO, "batch_inference", "reward"])
+def test_a_template_has_one_place(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert "has 2 times {}" in failing(capsys, command, "--input_template", "{} {}")
+    assert not parsed(command, "--input_template", '{"q": {}}').violations
+
+
 class TestGroups:
     @pytest.mark.parametrize("estimator", ["rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo"])
     def test_group_estimators_need_several_samples(self, capsys: pytest.CaptureFixture[str], estimator: str) -> None:

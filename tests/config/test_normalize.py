@@ -227,6 +227,8 @@ class TestOthers:
             assert value == "Q: {}\\n" and "not a line break" in notes
             value, _, notes = changed("input_template", "--input_template", "Q: {}\n", command=command)
             assert (value, notes) == ("Q: {}\n", "")
+            value, _, notes = changed("input_template", "--input_template", "{{x}} {}", command=command)
+            assert value == "{{x}} {}" and "{{, which stays as it is" in notes
 
     def test_reference_of_dpo(self) -> None:
         assert changed("ref_pretrain", command="train_dpo")[:2] == ("org/model", "automatic: as --pretrain")

@@ -75,6 +75,12 @@ def test_input_template_goes_round_the_prompt() -> None:
     assert learnt(row, tokenizer) == "ho<eos>"
 
 
+def test_other_braces_of_the_input_template_are_text() -> None:
+    tokenizer = letters(eos="<eos>")
+    row = tokenize_sft_row({"input": "{}{x}", "output": "}"}, 0, style(input_template='{"q": {}, {y}}'), tokenizer)
+    assert tokenizer.decode(row.token_ids) == '{"q": {}{x}, {y}}}<eos>'
+
+
 def test_prompt_is_tokenised_as_at_generation_time() -> None:
     """A token over the border of prompt and response can't be sampled, so it isn't trained on."""
     tokenizer = merging("xy")

@@ -196,9 +196,14 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_chat_template_can_be_replaced(folder: Path) -> None:
+def test_chat_template_can_be_replaced(folder: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(folder), chat_template="{{ messages[0]['content'] }}!")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a!"
+    file = tmp_path / "é.jinja"
+    file.write_text("{{ 'é' + messages[0]['content'] }}", encoding="utf-8")
+    assert load_tokenizer(str(folder), chat_template=str(file)).chat_template == file.read_text(encoding="utf-8")
+    with pytest.raises(ModelLoadError, match="--tokenizer_chat_template './none.jinja' is neither a file"):
+        load_tokenizer(str(folder), chat_template="./none.jinja")
 
 
 # ------------------------------------------------------------------------------------------------------------- writing
