@@ -6,12 +6,16 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.sources import DataError
 from openrlhf.utils.continued import encode_continued
 
 Message = dict[str, Any]
+
+# what a template's own words, or what it does with a message that it doesn't expect, raise
+_REFUSALS = (TemplateError, TypeError, KeyError)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -105,15 +109,41 @@ def render(
     """
     if not tokenizer.chat_template:
         raise DataError("the tokenizer has no chat template; leave --apply_chat_template out or give one")
-    from jinja2.exceptions import TemplateError
-
+    if any(isinstance(message["content"], list) for message in messages) and not _takes_parts(tokenizer):
+        messages = [{**message, "content": _joined(message["content"], where)} for message in messages]
     try:
         text = tokenizer.apply_chat_template(
             list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt
         )
-    except (TemplateError, TypeError, KeyError) as error:
+    except _REFUSALS as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
+    for position, message in enumerate(messages):
+        if message["content"] is None:  # some templates write it as a word
+            _require_answer(message, str(text), f"{where}: the chat template writes message {position}")
     return str(text)
+
+
+def _takes_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes the text of a content that is a list of parts, not the list."""
+    known = tokenizer.__dict__.get("_openrlhf_takes_parts", ())
+    if known[:1] != (tokenizer.chat_template,):
+        probe = [{"role": "user", "content": [{"type": "text", "text": "Qx7"}]}]
+        try:
+            text = str(tokenizer.apply_chat_template(probe, tokenize=False))
+        except (*_REFUSALS, ValueError):
+            text = ""
+        known = (tokenizer.chat_template, "Qx7" in text and not any(f"{q}Qx7{q}" in text for q in "'\""))
+        tokenizer.__dict__["_openrlhf_takes_parts"] = known
+    return bool(known[1])
+
+
+def _joined(content: Any, where: str) -> Any:
+    """The text of a content of parts, for templates that know only texts."""
+    if not isinstance(content, list):
+        return content
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise DataError(f"{where}: the chat template takes texts only, but a content has other parts: {content!r:.200}")
+    return "".join(part["text"] for part in content)
 
 
 def prompt_text(
@@ -196,7 +226,8 @@ def assistant_spans(
         turns: positions of the wanted messages, ascending. The text ends with the last of them.
 
     Raises:
-        DataError: the template changes what is before a turn when the turn is added, so its place is unknown.
+        DataError: the template changes what is before a turn when the turn is added, so its place is unknown, or does
+            not write what the turn says.
     """
     last = turns[-1]
     full = render(tokenizer, messages[: last + 1], False, where)
@@ -205,14 +236,42 @@ def assistant_spans(
         head = render(tokenizer, messages[:turn], True, where)
         upto = full if turn == last else render(tokenizer, messages[: turn + 1], False, where)
         if not (full.startswith(head) and full.startswith(upto.rstrip("\n"))):
+            begins = f"{where}: the chat template "
+            if len(turns) > 1:
+                raise DataError(
+                    f"{begins}rewrites earlier turns, so the place of assistant message {turn} can't be told; train on "
+                    "the last turn only (train_sft: without --multiturn) or use another template"
+                )
             raise DataError(
-                f"{where}: the chat template rewrites earlier turns, so the place of assistant message {turn} can't be "
-                "told; train on the last turn only (without --multiturn) or use another template"
+                f"{begins}does not begin assistant message {turn} as its generation prompt does, which ends with "
+                f"{head[-20:]!r}, so what the model has to write can't be told (some open a thought there, and leave "
+                "thoughts out of answers); give another template with --tokenizer_chat_template"
             )
         # templates write a newline after the end token, which the model never has to produce
         end = len(upto.rstrip("\n"))
+        _require_answer(messages[turn], upto[len(head) :], f"{where}: the chat template writes message {turn}")
         spans.append((len(head), end if turn == last else end + _next_tag(tokenizer, full, len(head), end)))
     return full[: spans[-1][1]], spans
+
+
+def _require_answer(message: Message, text: str, what: str) -> None:
+    """Raise a DataError if a template leaves out something of a message; blanks may differ."""
+    content = message["content"] or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    said = [str(part.get("text", "")) for part in parts if isinstance(part, dict)]
+    written = "".join(text.split())
+    if not all("".join(piece.split()) in written for piece in said):
+        raise DataError(
+            f"{what} as {text[-80:]!r}, without (all of) its content; take out of the rows what the template drops, or "
+            "give a template that keeps it with --tokenizer_chat_template"
+        )
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    missing = [call["name"] for call in calls if isinstance(call, dict) and str(call.get("name", "")) not in text]
+    if missing:
+        raise DataError(
+            f"{what} as {text[-80:]!r}, without its tool call {missing[0]!r}; leave such rows out, or give a template "
+            "that writes them with --tokenizer_chat_template"
+        )
 
 
 def _next_tag(tokenizer: PreTrainedTokenizerBase, text: str, start: int, end: int) -> int:

@@ -10,7 +10,7 @@ from chat_templates import Family
 from data_cases import letters
 from datasets import Dataset
 
-from openrlhf.config import DPOConfig, PPOConfig, SFTConfig
+from openrlhf.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.datasets.preference import PreferenceFormat, tokenize_pair
 from openrlhf.datasets.prompts import build_prompts
 from openrlhf.datasets.sft import SFTFormat, tokenize_sft_row
@@ -142,6 +142,72 @@ def test_pairs_have_the_answers_behind_the_same_head(name: str) -> None:
 def test_a_refusal_of_the_template_names_the_row() -> None:
     with pytest.raises(DataError, match="row 4: the chat template refuses the messages: System role not supported"):
         tokenize_sft_row({"talk": TALK}, 4, style(), tokenizer_of(families.GEMMA))
+
+
+def parts(*said: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in said]
+
+
+TAKES_PARTS = (
+    "{% for m in messages %}{{ '[' + m.role + ']' }}{% for part in m.content %}{{ '<' + part.text + '>' }}{% endfor %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", ["llama3", "chatml", "gemma"])
+def test_parts_of_texts_are_read_as_their_text(name: str) -> None:
+    family, talk, *_ = GOLDEN[name]
+    tokenizer = tokenizer_of(family)
+    split = [{"role": m["role"], "content": parts(m["content"], "!")} for m in talk]
+    joined = [{"role": m["role"], "content": m["content"] + "!"} for m in talk]
+    for how in (style(), style(multiturn=True)):
+        assert tokenize_sft_row({"talk": split}, 0, how, tokenizer) == tokenize_sft_row(
+            {"talk": joined}, 0, how, tokenizer
+        )
+    picture = [{"role": "user", "content": [{"type": "image"}, *parts("q")]}, talk[-1]]
+    with pytest.raises(DataError, match="row 3: the chat template takes texts only.*'image'"):
+        tokenize_sft_row({"talk": picture}, 3, style(), tokenizer)
+    tokenizer.chat_template = TAKES_PARTS  # keeps them
+    row = tokenize_sft_row({"talk": [{**m, "content": parts("a", "b")} for m in talk[-2:]]}, 0, style(), tokenizer)
+    assert tokenizer.decode(row.token_ids) == f"[user]<a><b>{family.eos}[assistant]<a><b>{family.eos}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "words"),
+    [
+        (
+            {"content": None, "tool_calls": [{"function": {"name": "find"}}]},
+            {},
+            r"'.*None<\|eot_id\|>', without.*call 'find'",
+        ),
+        ({"content": "a", "tool_calls": [{"name": "find"}]}, {}, "'a<.*without its tool call 'find'"),
+        ({"content": "hm</think>a"}, {"template": "split('</think>')[-1]"}, "'a<.*without .all of. its content"),
+    ],
+)
+def test_answers_that_the_template_leaves_out(answer: dict[str, Any], changes: dict[str, str], words: str) -> None:
+    family = families.LLAMA3
+    template = family.template.replace("m.content | trim", "m.content." + changes["template"]) if changes else None
+    tokenizer = tokenizer_of(family._replace(template=template or family.template))
+    talk = [TALK[1], {"role": "assistant", **answer}]
+    with pytest.raises(DataError, match=f"row 5: the chat template writes message 1 as {words}"):
+        tokenize_sft_row({"talk": talk}, 5, style(), tokenizer)
+    if answer["content"] is None:
+        cfg = RMConfig(chosen_key="talk", rejected_key="talk", apply_chat_template=True)
+        with pytest.raises(DataError, match="row 5.*without its tool call 'find'"):
+            tokenize_pair({"talk": talk}, 5, PreferenceFormat.from_config(cfg), tokenizer)
+
+
+def test_a_generation_prompt_that_opens_a_thought_which_answers_lose() -> None:
+    template = (
+        "{% for m in messages %}{{ '[' + m.role + ']' + m.content.split('</think>')[-1] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]<think>\\n' }}{% endif %}"
+    )
+    tokenizer = letters(template)
+    talk = [TALK[1], {"role": "assistant", "content": "<think>\nhm\n</think>a"}]
+    for how in (style(), style(multiturn=True)):
+        with pytest.raises(DataError, match="message 1 as its generation prompt does.*<think>") as told:
+            tokenize_sft_row({"talk": talk}, 0, how, tokenizer)
+        assert "multiturn" not in str(told.value) and "--tokenizer_chat_template" in str(told.value)
 
 
 def test_a_thought_is_learnt_in_the_last_answer() -> None:
