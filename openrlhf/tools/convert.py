@@ -121,11 +121,10 @@ def _to_hf(root: Path, tag: str, cfg: ConvertConfig) -> str:
     output = check_output(cfg.output_path, COMMAND, {"ckpt_path": str(root / tag), "pretrain": cfg.pretrain})
     tokenizer = load_tokenizer(cfg.pretrain)
     settings = LoadSettings(param_dtype="fp32")
-    if cfg.is_rm:  # which may have started from a language model
-        head = cfg.value_head_prefix
-        model = load_sequence_regression(cfg.pretrain, settings, head_prefix=head, init_head=True, trainable=False)
-    else:
-        model = load_for_inference(cfg.pretrain, settings, is_rm=False)
+    # a reward model may have started from a language model
+    model = load_for_inference(
+        cfg.pretrain, settings, is_rm=cfg.is_rm, head_prefix=cfg.value_head_prefix, init_head=True
+    )
     count = _fill(model, root, tag, cfg.pretrain)
     before = answers(model, tokenizer, cfg.is_rm) if cfg.verify else []
     model.to(torch_dtype(cfg.param_dtype))

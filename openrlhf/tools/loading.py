@@ -27,14 +27,19 @@ class LoadSettings(ModelOptions, DeepSpeedOptions):
         return cls(**{field.name: getattr(cfg, field.name) for field in fields(LoadOptions)})
 
 
-def load_for_inference(path: str, settings: LoadSettings, *, is_rm: bool, head_prefix: str = DEFAULT_HEAD) -> nn.Module:
+def load_for_inference(
+    path: str, settings: LoadSettings, *, is_rm: bool, head_prefix: str = DEFAULT_HEAD, init_head: bool = False
+) -> nn.Module:
     """A causal language model, or with ``is_rm`` a transformer with a scalar head, without gradients.
+
+    Args:
+        init_head: draw the head anew, so that the folder may have none.
 
     Raises:
         ModelLoadError: the model can't be read.
     """
     if is_rm:
-        return load_sequence_regression(path, settings, head_prefix=head_prefix, trainable=False)
+        return load_sequence_regression(path, settings, head_prefix=head_prefix, init_head=init_head, trainable=False)
     return load_causal_lm(path, settings, trainable=False)
 
 

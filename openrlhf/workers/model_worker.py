@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -111,7 +110,9 @@ class ModelWorker:
 
     def weight_bytes(self) -> int:
         """Size of the whole model's weights as they are sent to engines."""
-        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.engine.parameter_meta())
+        from openrlhf.models.export import exported_weights
+
+        return sum(weight.nbytes for weight in exported_weights(self.engine.hf_model))
 
     def room(self) -> tuple[int, int]:
         """Free and total bytes of the device, once this process has given back what it does not use.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
@@ -49,12 +50,12 @@ def pack_again(model: nn.Module) -> None:
     if platform.device_type() != "cpu":
         return
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         experts = getattr(method, "moe_kernel", None)
         if experts is not None:
             experts.fused_experts.process_weights_after_loading(layer)
         elif isinstance(layer, ParallelLMHead):
-            layer.quant_method.process_weights_after_loading(layer)
+            method.process_weights_after_loading(layer)
 
 
 class WorkerExtension:
