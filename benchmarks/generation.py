@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from hybrid_step import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, REWARD, SAMPLES, card, versions
-from make_model import SHAPES, make_model, make_prompts
+from make_model import SIZES, make_model, make_prompts
 
 
 def alone(options: argparse.Namespace, model: Path, prompts: Path) -> list[float]:
@@ -62,7 +62,7 @@ def rollouts(options: argparse.Namespace, model: Path, prompts: Path, folder: Pa
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="1.5b")
+    parser.add_argument("--size", choices=SIZES, default="1.5b")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.6)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "openrlhf_bench")

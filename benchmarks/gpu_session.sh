@@ -37,6 +37,7 @@ part() {
         -- --check_weight_sync $offload ;;
     lora_7b) hybrid "$work" "$1" --size 7b --zero_stage 2 --steps 3 --prompts 16 \
       -- --check_weight_sync --lora_rank 16 --actor_learning_rate 1e-4 ;;
+    moe) hybrid "$work" "$1" --size moe_3b --zero_stage 3 --steps 3 --prompts 16 -- --check_weight_sync --vllm_kv_cache_gib 8 ;;
     long_32k) hybrid "$work" "$1" --zero_stage 2 --steps 3 --prompts 4 --samples 2 --prompt_tokens 32000 \
       --new_tokens 512 --max_tokens 32768 ;;
     generation) run python3 benchmarks/generation.py --work "$work" --json "$OUT/generation.json" ;;

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from make_model import SHAPES, make_model, make_prompts
+from make_model import SIZES, make_model, make_prompts
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 64, 8, 128, 512
 """The reference work."""
@@ -77,12 +77,12 @@ def versions(*names: str) -> dict[str, str]:
 def training_mfu(options: argparse.Namespace, model: Path, seconds: float) -> float:
     """Model FLOPs utilisation of the training phase: 6 x parameters + attention a token, nothing recomputed."""
     import torch
-    from training import peak_flops, step_flops
+    from training import active_parameters, peak_flops, step_flops
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(shape).parameters())
+        parameters = active_parameters(AutoModelForCausalLM.from_config(shape))
     lengths = [options.prompt_tokens + options.new_tokens] * (options.prompts * options.samples)
     flops = step_flops(shape, parameters, lengths)
     return flops / seconds / (peak_flops(card()) * options.gpus)
@@ -97,7 +97,7 @@ def summary(metrics: list[dict[str, float]]) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="1.5b")
+    parser.add_argument("--size", choices=SIZES, default="1.5b")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--zero_stage", type=int, default=3)

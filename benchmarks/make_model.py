@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
 
 VOCABULARY = 151_936
 SHAPES: dict[str, dict[str, int]] = {
@@ -23,6 +23,12 @@ SHAPES: dict[str, dict[str, int]] = {
     "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
 }
 KEY_VALUE_HEADS = {"0.5b": 2, "1.5b": 2, "7b": 4}
+EXPERTS: dict[str, dict[str, int]] = {
+    # Layers as those of Qwen3-30B-A3B, with half as many experts: 3 billion weights, 0.9 of them at work.
+    "moe_3b": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 32,
+               "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8},
+}  # fmt: skip
+SIZES = (*SHAPES, *EXPERTS)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -43,21 +49,24 @@ def make_model(size: str, folder: Path) -> None:
     if (folder / "config.json").is_file():
         return
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        num_key_value_heads=KEY_VALUE_HEADS[size],
-        max_position_embeddings=32_768,
-        rope_theta=1e6,
-        tie_word_embeddings=size != "7b",
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **SHAPES[size],
-    )
+    shared = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": size not in ("7b", *EXPERTS),
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config: Qwen2Config | Qwen3MoeConfig
+    if size in EXPERTS:
+        config = Qwen3MoeConfig(**shared, **EXPERTS[size])
+    else:
+        config = Qwen2Config(**shared, num_key_value_heads=KEY_VALUE_HEADS[size], **SHAPES[size])
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     torch.set_default_dtype(torch.float32)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
@@ -81,7 +90,7 @@ def make_prompts(path: Path, count: int, length: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SHAPES)
+    parser.add_argument("size", choices=SIZES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--count", type=int, default=1024)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make_model import SHAPES, make_model, make_prompts
+from make_model import SIZES, make_model, make_prompts
 
 # Dense bf16 FLOP/s by a part of the card's name (NVIDIA's data sheets).
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -40,6 +40,14 @@ def step_flops(shape: Any, parameters: int, lengths: list[int]) -> float:
     # scores and values, forward and twice that backward; causal masks half of the square
     attention = sum(6 * 2 * shape.num_hidden_layers * width * n * n / 2 for n in lengths)
     return 6.0 * parameters * sum(lengths) + attention
+
+
+def active_parameters(module: torch.nn.Module) -> int:
+    """Parameters at work for a token: all, but of the experts only as many as a token is sent to."""
+    config: Any = module.config
+    share = config.num_experts_per_tok / config.num_experts if hasattr(config, "num_experts") else 1.0
+    sizes = ((name, getattr(p, "ds_numel", p.numel())) for name, p in module.named_parameters())
+    return round(sum(size * share if ".experts." in name else size for name, size in sizes))
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -112,7 +120,7 @@ def bare_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def facts(module: Any, work: Work, steps: list[float]) -> dict[str, Any]:
     """MFU and tokens/s of the fastest step after the first, and the memory peak."""
     peak = peak_flops(torch.cuda.get_device_name())
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+    parameters = active_parameters(module)
     seconds = min(steps[1:] or steps)
     flops = work.count * step_flops(module.config, parameters, work.lengths)
     return {
@@ -188,7 +196,7 @@ def one_case(options: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="1.5b")
+    parser.add_argument("--size", choices=SIZES, default="1.5b")
     parser.add_argument("--stages", type=int, nargs="*", default=[2, 3])
     parser.add_argument("--checkpointing", choices=("on", "half", "off"), nargs="*", default=["on"])
     parser.add_argument("--tokens", type=int, default=16_384, help="per micro-batch")

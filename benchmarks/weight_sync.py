@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid_step import REWARD, card, versions
-from make_model import SHAPES, make_model, make_prompts
+from make_model import SIZES, make_model, make_prompts
 
 SECONDS = 500
 PROMPTS = 8
@@ -107,7 +107,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE", help="all that fit, if not given")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--sizes", choices=SHAPES, nargs="+", default=["1.5b"])
+    parser.add_argument("--sizes", choices=SIZES, nargs="+", default=["1.5b"])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="compare every tensor after each sync")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "openrlhf_bench")
