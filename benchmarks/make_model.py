@@ -24,7 +24,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 KEY_VALUE_HEADS = {"0.5b": 2, "1.5b": 2, "7b": 4}
 EXPERTS: dict[str, dict[str, int]] = {
-    # Layers as those of Qwen3-30B-A3B, with half as many experts: 3 billion weights, 0.9 of them at work.
+    # Layers as those of Qwen3-30B-A3B, with half as many experts: 3 billion weights, 1.1 of them at work.
     "moe_3b": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 32,
                "num_key_value_heads": 4, "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8},
 }  # fmt: skip
