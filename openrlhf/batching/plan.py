@@ -10,8 +10,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from openrlhf.utils.errors import ExplainedError
 
-class OversizedSequenceError(ValueError):
+
+class OversizedSequenceError(ExplainedError, ValueError):
     """A sequence alone has more tokens than one micro-batch may hold."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.config import parse_cli
+from openrlhf.utils.errors import ExplainedError
 
 
 def train(command: str, module: str, argv: Sequence[str] | None) -> int:
@@ -44,16 +45,9 @@ def run_tool(tool: Callable[[Any], str], cfg: Any) -> int:
     Returns:
         The exit status: 0, or 1 for a failure that was explained; nothing is written then.
     """
-    from openrlhf.datasets.sources import DataError
-    from openrlhf.models.attention import PackingError
-    from openrlhf.models.loading import ModelLoadError
-    from openrlhf.tools.errors import ToolError
-    from openrlhf.workers.checkpoint_files import CheckpointError
-    from openrlhf.workers.distributed import DistributedError
-
     try:
         told = tool(cfg)
-    except (CheckpointError, DataError, DistributedError, ModelLoadError, PackingError, ToolError, OSError) as error:
+    except (ExplainedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if told:

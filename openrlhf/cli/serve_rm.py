@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from openrlhf.config import parse_cli
+from openrlhf.utils.errors import ExplainedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,14 +16,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 for a failure that was explained.
     """
     cfg = parse_cli("serve_rm", argv)
-    from openrlhf.models.attention import PackingError
-    from openrlhf.models.loading import ModelLoadError
     from openrlhf.serve.server import serve
-    from openrlhf.tools.errors import ToolError
 
     try:
         return serve(cfg)
-    except (ModelLoadError, PackingError, ToolError) as error:
+    except ExplainedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

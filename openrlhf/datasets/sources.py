@@ -20,6 +20,7 @@ from datasets.exceptions import DatasetGenerationError
 from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, parse_sources
 from openrlhf.datasets.readers import read_as_written
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -27,7 +28,7 @@ logger = get_logger(__name__)
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 
-class DataError(ValueError):
+class DataError(ExplainedError, ValueError):
     """Data can't be used as asked; the message names the source, and the row or column."""
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
+from openrlhf.utils.errors import ExplainedError
+
 if TYPE_CHECKING:
     from openrlhf.models.sequence_parallel import SequenceRanks
 
@@ -26,7 +28,7 @@ _ISOLATING_LAYERS = {"full_attention", "sliding_attention"}
 _ADVICE = "run without --packing_samples, and with --attn_implementation eager"
 
 
-class PackingError(ValueError):
+class PackingError(ExplainedError, ValueError):
     """This model or attention backend cannot keep packed sequences apart."""
 
 

@@ -9,8 +9,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from openrlhf.utils.errors import ExplainedError
 
-class ModelLoadError(RuntimeError):
+
+class ModelLoadError(ExplainedError, RuntimeError):
     """A model or tokenizer can't be read or used; the message names the path and what is wrong with it."""
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.batching import MicroBatch
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.images import decode_image
 from openrlhf.utils.logging import get_logger, note_once
 
@@ -25,7 +26,7 @@ VISION_MODELS = ("qwen2_vl", "qwen2_5_vl")
 _CACHED_IMAGES = 64
 
 
-class VisionError(ValueError):
+class VisionError(ExplainedError, ValueError):
     """The model takes no images, or the images don't fit the tokens."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import traceback
 
+from openrlhf.utils.errors import ExplainedError
 
-class RolloutError(RuntimeError):
+
+class RolloutError(ExplainedError, RuntimeError):
     """Base of all errors that the rollout package raises on purpose."""
 
 

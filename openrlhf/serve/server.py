@@ -25,6 +25,7 @@ from openrlhf.config import ServeRMConfig
 from openrlhf.rollout.rewards.http import TOKEN_VARIABLE
 from openrlhf.serve.metrics import SHARED_FOLDER
 from openrlhf.tools.errors import ToolError
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.utils.process import die_with_parent
 
@@ -145,14 +146,11 @@ def serve(cfg: ServeRMConfig) -> int:
 
 
 def _worker(cfg: ServeRMConfig, index: int, ready: Event) -> None:
-    from openrlhf.models.attention import PackingError
-    from openrlhf.models.loading import ModelLoadError
-
     die_with_parent()
     try:
         with bind(cfg.host, cfg.port, shared=True) as sock:
             _serve_here(cfg, sock, index, ready.set)
-    except (ModelLoadError, PackingError, ToolError) as error:
+    except ExplainedError as error:
         logger.error("worker %d: %s", index, error)
         raise SystemExit(1) from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from openrlhf.utils.errors import ExplainedError
 
-class ToolError(RuntimeError):
+
+class ToolError(ExplainedError):
     """A command can't do what it was asked for; the message says why, and what to do."""

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from openrlhf.datasets.sources import DataError
-from openrlhf.models.loading import ModelLoadError
-from openrlhf.rollout.errors import RolloutError
+from openrlhf.utils.errors import ExplainedError
 
 Config = TypeVar("Config")
 
@@ -30,7 +28,7 @@ def print_report(check: Callable[[Config], Report], cfg: Config) -> int:
     """
     try:
         report = check(cfg)
-    except (DataError, ModelLoadError, RolloutError) as error:
+    except ExplainedError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(report.text)

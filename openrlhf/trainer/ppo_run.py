@@ -14,7 +14,6 @@ from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
-from openrlhf.datasets.sources import DataError
 from openrlhf.engines.rollouts import (
     RolloutSpec,
     executor_of,
@@ -24,10 +23,9 @@ from openrlhf.engines.rollouts import (
     reward_urls,
 )
 from openrlhf.models.folder import require_head
-from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer, vocabulary_size
-from openrlhf.models.vision import VisionError, VisionInputs
+from openrlhf.models.loading import check_model_folder, load_tokenizer, vocabulary_size
+from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.dump import RolloutDumpWriter
-from openrlhf.rollout.errors import RolloutError
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids
@@ -37,28 +35,13 @@ from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
 from openrlhf.trainer.sampling import sampling_line, training_sampling
 from openrlhf.trainer.system import start_system
-from openrlhf.trainer.weight_check import WeightMismatchError
 from openrlhf.utils import interrupts
-from openrlhf.workers.checkpoint_files import CheckpointError
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.workers.cluster import disconnect
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
-from openrlhf.workers.group import WorkerError
-from openrlhf.workers.placement import PlacementError, roles_of
+from openrlhf.workers.placement import roles_of
 
 PROBE_TOKENS = 64
-
-EXPLAINED = (
-    CheckpointError,
-    DataError,
-    ModelLoadError,
-    PlacementError,
-    RolloutError,
-    VisionError,
-    WeightMismatchError,
-    WorkerError,
-    FloatingPointError,
-)
-"""Failures whose message says what to do; anything else ends with a traceback."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +58,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     """Load prompts and look at models, rewards and agents, so that mistakes show before anything is started.
 
     Raises:
-        one of :data:`EXPLAINED`.
+        ExplainedError: one of them does not fit.
     """
     load_custom_algorithms(cfg)
     for path in (cfg.pretrain, cfg.reward_pretrain, cfg.critic_pretrain):
@@ -114,7 +97,7 @@ def run(cfg: PPOConfig) -> int:
     with interrupts.handled():
         try:
             _train(cfg, console)
-        except EXPLAINED as error:
+        except (ExplainedError, FloatingPointError) as error:
             print(f"\nerror: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:

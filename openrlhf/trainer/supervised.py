@@ -17,18 +17,15 @@ from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns
-from openrlhf.models.attention import PackingError
-from openrlhf.models.loading import ModelLoadError, check_model_folder, load_tokenizer
+from openrlhf.models.loading import check_model_folder, load_tokenizer
 from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.backoff import OutOfMemoryError
-from openrlhf.workers.checkpoint_files import CheckpointError
-from openrlhf.workers.deepspeed_engine import NonFiniteError, OptimizerSpec, SchedulerSpec, TrainEngine
-from openrlhf.workers.distributed import DistributedError, World, init_distributed, shutdown
+from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
+from openrlhf.workers.distributed import World, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
-from openrlhf.workers.tensor_parallel import LayerSplitError
 
 logger = get_logger(__name__)
 
@@ -37,18 +34,6 @@ Data = TypeVar("Data")
 
 # As in the flag's description: weights below this switch the router loss off.
 _AUX_LOSS_MIN = 1e-8
-
-EXPLAINED = (
-    CheckpointError,
-    DataError,
-    DistributedError,
-    ModelLoadError,
-    NonFiniteError,
-    LayerSplitError,
-    OutOfMemoryError,
-    PackingError,
-)
-"""Failures whose message says what to do; anything else ends with a traceback."""
 
 
 def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> int:
@@ -63,7 +48,7 @@ def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> i
         else:
             set_seed(cfg.seed)
         train(cfg, world)
-    except EXPLAINED as error:
+    except ExplainedError as error:
         print(f"\nerror: {error}", file=sys.stderr, flush=True)
         return 1
     shutdown()
@@ -202,7 +187,7 @@ class SupervisedTrainer(ABC):
         """Train to the end (from a checkpoint, if there is one), and save the model.
 
         Raises:
-            one of :data:`EXPLAINED`.
+            ExplainedError: one that says what to do.
         """
         self.checkpoints.resume()
         step = self.engine.step_count

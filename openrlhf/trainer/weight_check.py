@@ -10,12 +10,13 @@ from openrlhf.config import PPOConfig
 from openrlhf.engines.pool import EnginePool
 from openrlhf.engines.weight_sync.compare import Comparison
 from openrlhf.trainer.system import WeightSync
+from openrlhf.utils.errors import ExplainedError
 
 FP32_TOLERANCE = 1e-3
 """A larger difference in fp32 means different weights: rounding alone stays below 1e-5."""
 
 
-class WeightMismatchError(RuntimeError):
+class WeightMismatchError(ExplainedError, RuntimeError):
     """An engine does not hold the trainer's weights."""
 
 

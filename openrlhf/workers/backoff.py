@@ -17,6 +17,7 @@ from torch import Tensor
 from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.batching import MicroBatch
 from openrlhf.platform import empty_cache, memory_stats
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.messages import CUTS
@@ -26,7 +27,7 @@ logger = get_logger(__name__)
 Loss = Callable[[MicroBatch], tuple[Tensor, MetricSum]]
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(ExplainedError, RuntimeError):
     """A micro-batch does not fit into GPU memory and can't be cut; says what to turn."""
 
 

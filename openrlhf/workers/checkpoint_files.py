@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.files import folder_bytes, write_atomic
 
 LATEST = "latest"
@@ -29,7 +30,7 @@ AVERAGE = "average.pt"
 BEST_PREFIX = "best_"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(ExplainedError, RuntimeError):
     """A checkpoint is missing, damaged or belongs to another setup; the message says what to do."""
 
 

@@ -24,6 +24,7 @@ from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.models.quantized import is_quantized
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.checkpoint_fit import Setup, check_fit
@@ -61,7 +62,7 @@ class StepStats(NamedTuple):
     skipped: bool
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(ExplainedError, FloatingPointError):
     """A loss or gradient is NaN or infinite. The weights were not touched."""
 
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from openrlhf import platform
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.process import free_port
 
 DEFAULT_TIMEOUT_S = 1800
 
 
-class DistributedError(RuntimeError):
+class DistributedError(ExplainedError, RuntimeError):
     """Ranks did not meet in time, or the launcher's environment makes no sense."""
 
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from openrlhf.utils import interrupts
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.process import tail
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-class WorkerError(RuntimeError):
+class WorkerError(ExplainedError, RuntimeError):
     """A process of a role failed or did not answer in time; the message ends with the end of its log."""
 
 

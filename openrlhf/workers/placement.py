@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import gpus_per_role, sharing_roles
+from openrlhf.utils.errors import ExplainedError
 
 CPU_SHARE = 0.25
 """CPU cores that count as one device where there are no GPUs."""
 
 
-class PlacementError(ValueError):
+class PlacementError(ExplainedError, ValueError):
     """The asked-for placement can't exist; the message says what was asked for and what there is."""
 
 

@@ -19,10 +19,11 @@ from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of
 from openrlhf.models.loading import unwrap_hf
 from openrlhf.models.partition import is_divided, is_partitioned
 from openrlhf.models.vision import is_vision_model
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.workers.distributed import all_reduce_sum
 
 
-class LayerSplitError(ValueError):
+class LayerSplitError(ExplainedError, ValueError):
     """The layers of this model can't be divided among so many ranks."""
 
 

@@ -77,6 +77,11 @@ def select(args, groups, count):
         ),
         ("--custom_rm_path h.py:select", None, "select() can't be called: missing a required argument: 'count'."),
         (f"--remote_rm_url {EXAMPLES}", None, "there is nothing to check: give any of --custom_generate_function_path"),
+        (
+            f"--custom_rm_path {EXAMPLES}:reward --max_images_per_prompt 1",
+            None,
+            "error: model is a model of type llama, which takes no images",
+        ),
     ],
 )
 def test_mistakes_are_told_and_end_with_1(
