@@ -107,7 +107,8 @@ def packing_case(way: str, repeats: int) -> dict[str, float]:
     from openrlhf.batching import pack
     from openrlhf.batching.plan import plan_micro_batches
     from openrlhf.config.parser import parse_cli
-    from openrlhf.models import PolicyModel, load_causal_lm
+    from openrlhf.models.loading import load_causal_lm
+    from openrlhf.models.logprobs import PolicyModel
     from openrlhf.utils.tiny_model import make_tiny_model
 
     cap = 4096

@@ -94,7 +94,8 @@ def configuration(folder: Path, stage: int, checkpointing: str, more: list[str])
 
 def bare_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Forward alone, and forward with backward, of the model without DeepSpeed."""
-    from openrlhf.models import PolicyModel, load_causal_lm
+    from openrlhf.models.loading import load_causal_lm
+    from openrlhf.models.logprobs import PolicyModel
 
     model = load_causal_lm(str(folder), configuration(folder, 2, options.case_checkpointing, options.more))
     policy = PolicyModel(model).cuda().train()
@@ -132,7 +133,8 @@ def facts(module: Any, work: Work, steps: list[float]) -> dict[str, Any]:
 
 def engine_case(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Steps of a training engine with its states offloaded and brought back before each."""
-    from openrlhf.models import PolicyModel, load_causal_lm
+    from openrlhf.models.loading import load_causal_lm
+    from openrlhf.models.logprobs import PolicyModel
     from openrlhf.workers import deepspeed_engine
     from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
     from openrlhf.workers.distributed import init_distributed

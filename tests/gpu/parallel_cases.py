@@ -15,7 +15,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from model_cases import options, packed, sequences  # noqa: E402
 
-from openrlhf.models import PolicyModel, load_causal_lm  # noqa: E402
+from openrlhf.models.loading import load_causal_lm  # noqa: E402
+from openrlhf.models.logprobs import PolicyModel  # noqa: E402
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine  # noqa: E402
 from openrlhf.workers.distributed import init_distributed, shutdown  # noqa: E402
 

@@ -14,8 +14,9 @@ from model_cases import options, packed, reference_logprobs, sequences  # noqa: 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from openrlhf.batching import pack  # noqa: E402
-from openrlhf.models import PolicyModel, load_causal_lm  # noqa: E402
 from openrlhf.models.head import CHUNK_BYTES  # noqa: E402
+from openrlhf.models.loading import load_causal_lm  # noqa: E402
+from openrlhf.models.logprobs import PolicyModel  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -12,7 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from model_cases import options, packed, sequences  # noqa: E402
 
-from openrlhf.models import PolicyModel, load_causal_lm  # noqa: E402
+from openrlhf.models.loading import load_causal_lm  # noqa: E402
+from openrlhf.models.logprobs import PolicyModel  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -14,7 +14,8 @@ from test_vision import Case, packed, picture_cases, reference  # noqa: E402
 from transformers import AutoModelForImageTextToText  # noqa: E402
 from vision_cases import make_tiny_vision_model  # noqa: E402
 
-from openrlhf.models import PolicyModel, load_causal_lm  # noqa: E402
+from openrlhf.models.loading import load_causal_lm  # noqa: E402
+from openrlhf.models.logprobs import PolicyModel  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

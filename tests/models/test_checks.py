@@ -11,8 +11,9 @@ from model_cases import options, packed, sequences
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from openrlhf.models import ModelLoadError, PolicyModel, load_causal_lm
 from openrlhf.models.attention import PackingError
+from openrlhf.models.loading import ModelLoadError, load_causal_lm
+from openrlhf.models.logprobs import PolicyModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}

@@ -10,8 +10,9 @@ import torch
 from model_cases import options, packed, sequences
 from safetensors.torch import load_file, save_file
 
-from openrlhf.models import PolicyModel, load_causal_lm
 from openrlhf.models.export import exported_weights, is_finite
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.logprobs import PolicyModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 

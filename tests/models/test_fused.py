@@ -9,8 +9,9 @@ import torch
 from model_cases import options, packed, sequences
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from openrlhf.models import PolicyModel, load_causal_lm
 from openrlhf.models.fused import can_fuse, fuse_elementwise
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.logprobs import PolicyModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 

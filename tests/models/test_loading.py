@@ -12,11 +12,19 @@ from model_cases import options, packed, sequences
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.models import ModelLoadError, RewardModel, load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.attention import PACKED_ATTENTION
 from openrlhf.models.export import exported_weights
 from openrlhf.models.folder import require_head
-from openrlhf.models.loading import check_model_folder, resolve_attention, write_hf_folder
+from openrlhf.models.loading import (
+    ModelLoadError,
+    check_model_folder,
+    load_causal_lm,
+    load_sequence_regression,
+    load_tokenizer,
+    resolve_attention,
+    write_hf_folder,
+)
+from openrlhf.models.logprobs import RewardModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from openrlhf.algorithms.policy_loss import PolicyLossInputs, PolicyLossSettings, policy_loss
 from openrlhf.batching import pack
-from openrlhf.models import PolicyModel, RewardModel, ValueModel, load_causal_lm, load_sequence_regression
 from openrlhf.models.attention import PackingError
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression
+from openrlhf.models.logprobs import PolicyModel, RewardModel, ValueModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 ARCHITECTURES = {

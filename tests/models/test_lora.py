@@ -11,10 +11,16 @@ from model_cases import options, packed, sequences
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from openrlhf.models import PolicyModel, ValueModel, load_causal_lm, load_sequence_regression
 from openrlhf.models.export import exported_weights
 from openrlhf.models.folder import require_head
-from openrlhf.models.loading import ModelLoadError, check_model_folder, write_hf_folder
+from openrlhf.models.loading import (
+    ModelLoadError,
+    check_model_folder,
+    load_causal_lm,
+    load_sequence_regression,
+    write_hf_folder,
+)
+from openrlhf.models.logprobs import PolicyModel, ValueModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 

@@ -10,9 +10,9 @@ from model_cases import options, packed, sequences
 from peft import PeftModel
 
 from openrlhf.cli.lora_combiner import main as combine
-from openrlhf.models import PolicyModel, RewardModel, load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.export import exported_weights
-from openrlhf.models.loading import write_hf_folder
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer, write_hf_folder
+from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 QLORA = {"lora_rank": 4, "load_in_4bit": True, "param_dtype": "bf16"}

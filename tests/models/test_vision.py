@@ -16,8 +16,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from vision_cases import make_tiny_vision_model
 
 from openrlhf.batching import MicroBatch, pack
-from openrlhf.models import load_causal_lm
-from openrlhf.models.loading import ModelLoadError, write_hf_folder
+from openrlhf.models.loading import ModelLoadError, load_causal_lm, write_hf_folder
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.models.vision import VisionError, VisionInputs, freeze_visual_encoder
 from openrlhf.utils.images import decode_image

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.batching import pack
-from openrlhf.models import RewardModel, load_sequence_regression
+from openrlhf.models.loading import load_sequence_regression
+from openrlhf.models.logprobs import RewardModel
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.scoring import RewardScorer
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.batching import pack
-from openrlhf.models import PolicyModel, load_causal_lm
 from openrlhf.models.export import exported_weights
-from openrlhf.models.loading import write_hf_folder
+from openrlhf.models.loading import load_causal_lm, write_hf_folder
+from openrlhf.models.logprobs import PolicyModel
 from openrlhf.workers.backoff import MemoryBackoff
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
 from openrlhf.workers.messages import CUTS

@@ -10,8 +10,9 @@ from engine_base import ITEMS, SCHEDULE, SPEC, Cases, raises
 from model_cases import options, packed, reference_logprobs
 from transformers import AutoModelForCausalLM
 
-from openrlhf.models import PolicyModel, RewardModel, load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.fused import fuse_elementwise
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
+from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import all_reduce_sum

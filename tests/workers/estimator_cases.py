@@ -18,7 +18,7 @@ from objective_reference import ReferenceTrainer, policy_step, ppo_config, rollo
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig
-from openrlhf.models import load_causal_lm
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.trainer.experience import (
     POLICY_COLUMNS,
     Experience,

@@ -36,7 +36,7 @@ from tensor_cases import tensor_grid  # noqa: E402
 from openrlhf.algorithms.metrics import MetricSum  # noqa: E402
 from openrlhf.config import PPOConfig  # noqa: E402
 from openrlhf.config.derive import data_copies  # noqa: E402
-from openrlhf.models import load_causal_lm, load_sequence_regression  # noqa: E402
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression  # noqa: E402
 from openrlhf.trainer.experience import (  # noqa: E402
     POLICY_COLUMNS,
     VALUE_COLUMNS,

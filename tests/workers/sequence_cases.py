@@ -15,15 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from model_cases import options, sequences  # noqa: E402
 
 from openrlhf.batching import MicroBatch, pack  # noqa: E402
-from openrlhf.models import (  # noqa: E402
-    PolicyModel,
-    RewardModel,
-    ValueModel,
-    load_causal_lm,
-    load_sequence_regression,
-)
 from openrlhf.models.attention import PackingError  # noqa: E402
-from openrlhf.models.logprobs import Backbone  # noqa: E402
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression  # noqa: E402
+from openrlhf.models.logprobs import Backbone, PolicyModel, RewardModel, ValueModel  # noqa: E402
 from openrlhf.models.sequence_parallel import sequence_ranks  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from model_cases import options, packed, sequences  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from openrlhf.models import PolicyModel, RewardModel, load_causal_lm, load_sequence_regression  # noqa: E402
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression  # noqa: E402
+from openrlhf.models.logprobs import PolicyModel, RewardModel  # noqa: E402
 from openrlhf.trainer.reward_model import TrainedRewardModel  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers.checkpoint_files import CheckpointError  # noqa: E402
