@@ -67,15 +67,17 @@ class ModelWorker:
         self._store = open_store(host, self.world_size)
         return host, int(self._store.port)
 
-    def join(self, host: str, port: int, timeout: float) -> None:
-        """Form the process group of the role."""
+    def join(self, host: str, port: int, join_timeout: float, timeout: float) -> None:
+        """Form the process group of the role; see :func:`openrlhf.workers.rendezvous.join_group`."""
         from openrlhf import platform
         from openrlhf.workers.rendezvous import join_group
 
         on_cpu = platform.device_type() == "cpu"
         platform.prepare_process(max(1, platform.available_cores() // self.world_size) if on_cpu else None)
         platform.set_device(0)
-        join_group(self.rank, self.world_size, host, port, timeout, store=self._store)
+        join_group(
+            self.rank, self.world_size, host, port, join_timeout=join_timeout, timeout=timeout, store=self._store
+        )
         # What load() needs, while the engines are still starting: it takes longer than reading the weights.
         import openrlhf.models.logprobs
         import openrlhf.workers.backoff
@@ -398,11 +400,13 @@ def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float, data_
 
 
 def form_groups(groups: Sequence[WorkerGroup], timeout: float) -> list[PendingCall]:
-    """Let the ranks of each role meet; wait for the results elsewhere."""
+    """Let the ranks of each role meet within ``timeout`` seconds; wait for the results elsewhere.
+
+    A collective of theirs may take as long as a call of the group.
+    """
     # Opened side by side: each first imports torch.
-    stores = [group.submit_first("open_store") for group in groups]
-    meeting = []
-    for group, store in zip(groups, stores, strict=True):
-        host, port = store.result(timeout)[0]
-        meeting.append(group.submit("join", host, port, timeout))
-    return meeting
+    stores = PendingCall.together([group.submit_first("open_store") for group in groups]).result(timeout)
+    return [
+        group.submit("join", host, port, timeout, group.timeout)
+        for group, (host, port) in zip(groups, stores, strict=True)
+    ]

@@ -18,7 +18,14 @@ def open_store(host: str, world_size: int) -> dist.TCPStore:
 
 
 def join_group(
-    rank: int, world_size: int, host: str, port: int, timeout: float, store: dist.TCPStore | None = None
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    *,
+    join_timeout: float,
+    timeout: float,
+    store: dist.TCPStore | None = None,
 ) -> None:
     """Form the default process group.
 
@@ -27,12 +34,16 @@ def join_group(
         world_size: number of processes.
         host: where rank 0's store is.
         port: its port.
-        timeout: seconds that joining, and later any collective, may take.
+        join_timeout: seconds that reaching the store may take.
+        timeout: seconds that any later collective may take, the first one of each communicator included.
         store: on rank 0, the store itself.
     """
     # DeepSpeed and libraries below it look these up, although the group already exists.
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    limit = timedelta(seconds=timeout)
     if store is None:
-        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
+        reach = timedelta(seconds=join_timeout)
+        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=reach, wait_for_workers=False)
+    limit = timedelta(seconds=timeout)
+    # NCCL's communicators meet over the store when they are first used, which is long after the start.
+    store.set_timeout(limit)
     dist.init_process_group(platform.dist_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)
