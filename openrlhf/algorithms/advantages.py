@@ -96,7 +96,6 @@ class Advantages:
 
 
 Estimator = Callable[[RolloutColumns, AdvantageSettings], Advantages]
-SumOverRanks = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,22 +132,13 @@ def register_advantage_estimator(name: str, **needs: bool) -> Callable[[Estimato
     return decorate
 
 
-def compute_advantages(
-    estimator: str,
-    columns: RolloutColumns,
-    settings: AdvantageSettings,
-    *,
-    sum_over_ranks: SumOverRanks | None = None,
-) -> Advantages:
+def compute_advantages(estimator: str, columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """Run an estimator by name.
 
     Args:
         estimator: registered name.
         columns: the rollout; groups must be complete.
         settings: scalars.
-        sum_over_ranks: where ``columns`` is only this rank's part, a function that returns the sum of a
-            small tensor over all ranks; whitening then uses the statistics of all. Every rank calls it
-            equally often.
 
     Raises:
         ValueError: unknown name, wrong shapes, a reward that is missing or not finite (with the sample
@@ -159,7 +149,7 @@ def compute_advantages(
     result = spec.function(columns, settings)
     advantages = zero_masked(result.advantages, columns.action_mask)
     if spec.whiten:
-        advantages = whiten(advantages, columns.action_mask, std_norm=settings.std_norm, sum_over_ranks=sum_over_ranks)
+        advantages = whiten(advantages, columns.action_mask, std_norm=settings.std_norm)
     return Advantages(
         advantages=advantages.float(),
         returns=zero_masked(result.returns, columns.action_mask).float(),
@@ -370,21 +360,16 @@ def _discounted(
     return Advantages(returns, returns, token_rewards, sequence_sum(token_rewards, columns.cu_seqlens))
 
 
-def whiten(
-    values: Tensor, mask: Tensor, *, std_norm: bool = True, sum_over_ranks: SumOverRanks | None = None
-) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, *, std_norm: bool = True) -> Tensor:
     """Subtract the mean over all unmasked tokens and divide by their population standard deviation.
 
-    Equal values give exactly 0. With ``sum_over_ranks`` the statistics are global; a rank without unmasked
-    tokens takes part in both sums. Masked tokens stay 0.
+    Equal values give exactly 0. Masked tokens stay 0.
     """
-    reduce = sum_over_ranks or (lambda tensor: tensor)
     clean = zero_masked(values.double(), mask)
-    count, total = reduce(torch.stack([mask.sum().double(), clean.sum()]))
-    mean = total / count.clamp(min=1)
+    count = mask.sum().clamp(min=1)
+    mean = clean.sum() / count
     centred = zero_masked(clean - mean, mask)
-    square_sum = reduce((centred**2).sum())
-    std = (square_sum / count.clamp(min=1)).sqrt()
+    std = ((centred**2).sum() / count).sqrt()
     # rounding in the mean must not be blown up to a signal
     negligible = std <= 1e-12 * mean.abs().clamp(min=1e-12)
     centred = torch.where(negligible, torch.zeros_like(centred), centred)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.packed import masked_log_ratio, masked_sequence_mean, sequence_ids, zero_masked
 
-LEVELS = ("off", "token", "seq")
+LEVELS = ("token", "seq")
 MODES = ("mask", "clip")
 GATINGS = ("ratio", "binary_kl", "tv")
 CORRECTION_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
@@ -27,9 +27,8 @@ class CorrectionSettings:
     """What to do with ``rho`` and within which bounds.
 
     Attributes:
-        level: ``off``; ``token``, each token is judged by itself; ``seq``, whole sequences are judged by
-            the mean of the statistic over their action tokens (for ratios the *geometric* mean, not the
-            product).
+        level: ``token``, each token is judged by itself; ``seq``, whole sequences are judged by the mean of
+            the statistic over their action tokens (for ratios the *geometric* mean, not the product).
         mode: ``clip``, weight ``clamp(rho, low, high)``; ``mask``, weight 0 outside the bounds.
         gating: the statistic held against the bounds. ``ratio``: ``rho``. ``binary_kl``: KL from ``mu`` to
             ``pi_old`` of the two-way choice "this token or another". ``tv``: ``|pi_old - mu|`` of the token.
@@ -70,7 +69,7 @@ class Correction:
     """Result.
 
     Attributes:
-        weight: ``[N]``, detached; 1 on masked tokens (and everywhere when the level is off).
+        weight: ``[N]``, detached; 1 on masked tokens.
         metrics: per-token values ``[N]``: ``vllm_kl`` (log mu minus log pi_old, an estimate of KL(mu ||
             pi_old)), ``is_ratio`` and ``is_ratio_sq`` (see :func:`effective_sample_size`),
             ``is_clip_ratio`` (1 where the weight was clamped), ``is_filter_ratio`` (1 where the token was
@@ -105,8 +104,6 @@ def rollout_correction(
         "is_ratio": zero_masked(rho, mask),
         "is_ratio_sq": zero_masked(rho**2, mask),
     }
-    if settings.level == "off":
-        return Correction(torch.ones_like(rho), metrics)
     weight = rho
     if settings.gating == "ratio":
         weight = rho.clamp(settings.low, settings.high)

@@ -18,8 +18,6 @@ came from an older policy.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
@@ -80,57 +78,18 @@ def kl_loss(
     return value.detach() + coefficient * straight_through
 
 
-def split_kl_coef(coef: float, use_kl_loss: bool) -> tuple[float, float]:
-    """``(in the reward, in the loss)``: the KL term is counted once, in one of the two places."""
-    return (0.0, coef) if use_kl_loss else (coef, 0.0)
-
-
-class KLController(Protocol):
-    """Holds the KL coefficient; ``update`` is called once a rollout."""
-
-    value: float
-
-    def update(self, kl: float, n_steps: int) -> None:
-        """Take the observed mean KL and the number of samples it was measured on."""
-
-
-class FixedKLController:
-    """A constant coefficient."""
-
-    def __init__(self, init_coef: float) -> None:
-        self.value = init_coef
-
-    def update(self, kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
-
-
-class AdaptiveKLController:
-    """Proportional controller that keeps the KL near a target (Ziegler et al. 2019, arXiv:1909.08593).
+class KLController:
+    """The KL coefficient: constant, or kept near a target (Ziegler et al. 2019, arXiv:1909.08593).
 
     ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon``, where ``n_steps`` counts samples
     (sequences) over all ranks since the last update.
-
-    Raises:
-        ValueError: target or horizon is not positive.
     """
 
-    def __init__(self, init_coef: float, target: float, horizon: int) -> None:
-        if not target > 0:
-            raise ValueError(f"--kl_target must be > 0, got {target}")
-        if not horizon > 0:
-            raise ValueError(f"--kl_horizon must be > 0, got {horizon}")
-        self.value = init_coef
-        self.target = target
-        self.horizon = horizon
+    def __init__(self, init_coef: float, target: float | None, horizon: int) -> None:
+        self.value, self.target, self.horizon = init_coef, target, horizon
 
     def update(self, kl: float, n_steps: int) -> None:
         """Adapt the coefficient to the observed mean KL of ``n_steps`` samples."""
-        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
-
-
-def make_kl_controller(init_coef: float, target: float | None, horizon: int) -> KLController:
-    """Adaptive where ``--kl_target`` is given, else fixed."""
-    if target is None:
-        return FixedKLController(init_coef)
-    return AdaptiveKLController(init_coef, target, horizon)
+        if self.target is not None:
+            error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+            self.value *= 1.0 + error * n_steps / self.horizon

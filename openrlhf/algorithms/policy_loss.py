@@ -147,7 +147,7 @@ def policy_loss(
     clean = _clean(inputs)
     weight = None
     metrics: dict[str, Tensor] = {}
-    if correction is not None and correction.level != "off":
+    if correction is not None:
         if clean.rollout_logprobs is None:
             raise ValueError(
                 "rollout correction (--enable_vllm_is_correction) needs the rollout log-probs, but the batch has none"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages import AdvantageSettings, RolloutColumns, compute_advantages
 from openrlhf.algorithms.aggregation import step_denominators
-from openrlhf.algorithms.kl import estimate_kl, split_kl_coef
+from openrlhf.algorithms.kl import estimate_kl
 from openrlhf.algorithms.shaping import apply_length_penalties
 from openrlhf.batching.microbatch import MicroBatch, pack, unpack
 from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimizer_steps
@@ -220,7 +220,6 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
     kl = None
     if "ref_logprobs" in columns and "old_logprobs" in columns:
         kl = estimate_kl(torch.cat(columns["old_logprobs"]), torch.cat(columns["ref_logprobs"]), mask, cfg.kl_estimator)
-    reward_kl_coef, _ = split_kl_coef(kl_coef, cfg.use_kl_loss)
     rewards = shaped_rewards(experience.trajectories, cfg)
     baselines = _baseline_rewards(experience, cfg)
     result = compute_advantages(
@@ -238,7 +237,7 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
         AdvantageSettings(
             gamma=cfg.gamma,
             lambd=cfg.lambd,
-            kl_coef=reward_kl_coef if kl is not None else 0.0,
+            kl_coef=0.0 if kl is None or cfg.use_kl_loss else kl_coef,
             reward_clip_range=cfg.reward_clip_range,
             std_norm=not cfg.no_advantage_std_norm,
             pass_k=cfg.pass_k,

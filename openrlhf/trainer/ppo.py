@@ -9,7 +9,7 @@ from typing import Any
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.correction import effective_sample_size
-from openrlhf.algorithms.kl import make_kl_controller
+from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_parallel_size, derive
@@ -94,7 +94,7 @@ class PPOTrainer:
         greedy = ADVANTAGE_ESTIMATORS.get(cfg.advantage_estimator).needs_baseline
         self.stream = PromptStream(rows, cfg.seed, cfg.num_episodes, greedy)
         self.buffer = RolloutBuffer()
-        self.kl = make_kl_controller(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
+        self.kl = KLController(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
         self.sampling = training_sampling(cfg)
         self.dump = dump
         self.evaluator = Evaluator(cfg, system.engines, eval_rows, console, dump)

@@ -365,9 +365,8 @@ def test_gspo_with_correction_takes_its_ratio_against_the_rollout() -> None:
     assert got.metrics["vllm_kl"].tolist() == pytest.approx([-0.1, 0.3], abs=1e-6)
 
 
-def test_correction_off_and_missing_rollout_logprobs() -> None:
+def test_correction_needs_the_rollout_logprobs() -> None:
     inputs = one_sequence([-1.0], [-1.0], [1.0], [1])
-    assert policy_loss("ppo", inputs, PolicyLossSettings(), CorrectionSettings(level="off")).per_token == -1
     with pytest.raises(ValueError, match="needs the rollout log-probs"):
         policy_loss("ppo", inputs, PolicyLossSettings(), CorrectionSettings())
 
