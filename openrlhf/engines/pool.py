@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ray
 
 from openrlhf.config import PPOConfig
-from openrlhf.engines.rollouts import RolloutSpec
 from openrlhf.engines.spec import engine_spec
 from openrlhf.engines.vllm_engine import VLLMEngineActor
 from openrlhf.rollout.episodes import Group, PromptItem
@@ -104,7 +103,7 @@ class EnginePool:
         self.group = group
         self.workers_per_engine = workers_per_engine
 
-    def load(self, rollout: RolloutSpec | None) -> PendingCall:
+    def load(self, rollout: PPOConfig | None) -> PendingCall:
         """Start loading the model in every engine; wait for the result elsewhere."""
         return self.group.submit("start", rollout)
 

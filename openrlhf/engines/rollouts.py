@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -51,14 +51,6 @@ def prompt_images(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> PromptI
     return PromptImages(placeholder, token, vision.count_tokens, cfg.max_images_per_prompt)
 
 
-@dataclass(frozen=True)
-class RolloutSpec:
-    """Plain data from which an engine process builds its episodes."""
-
-    cfg: PPOConfig
-    default_sampling: SamplingParams
-
-
 def reward_source(cfg: PPOConfig) -> RewardSource | None:
     """Where rewards come from; None when an agent, a generate function or a reward model gives them.
 
@@ -96,8 +88,7 @@ def group_filter_of(cfg: PPOConfig) -> GroupFilter | None:
 class GroupRunner:
     """Runs groups of episodes against one engine."""
 
-    def __init__(self, spec: RolloutSpec, engine: GenerationEngine) -> None:
-        cfg = spec.cfg
+    def __init__(self, cfg: PPOConfig, engine: GenerationEngine) -> None:
         self._engine = engine
         source = reward_source(cfg)
         self._rewards = None
@@ -109,20 +100,16 @@ class GroupRunner:
                 **({"batch_size": 1, "max_concurrency": 64} if cfg.custom_rm_path else {}),
             )
         tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
-        eos_ids = model_eos_ids(cfg.model_path)
-        if tokenizer.eos_token_id is not None:
-            eos_ids |= {tokenizer.eos_token_id}
         self._spec = EpisodeSpec(
-            sampling=spec.default_sampling,
+            sampling=SamplingParams(),  # each call brings its own
             max_length=cfg.max_len,
             tokenizer=tokenizer,
-            eos_token_ids=eos_ids or None,
+            eos_token_ids=model_eos_ids(cfg.model_path),
             rewards=self._rewards,
             group_reward=cfg.group_rm,
             group_filter=group_filter_of(cfg),
             executor=executor_of(cfg),
             prompt_limit=cfg.prompt_max_len,
-            on_long_prompt="drop" if cfg.prompt_overlong == "drop" else "truncate",
             seed=cfg.seed,
             episode_timeout=cfg.rollout_timeout,
             # A response that does not come about can't be given a reward of 0 either.

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from openrlhf.config import PPOConfig
 from openrlhf.engines.images import multimodal_prompt
-from openrlhf.engines.rollouts import GroupRunner, RolloutSpec
+from openrlhf.engines.rollouts import GroupRunner
 from openrlhf.engines.spec import EngineSpec
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
@@ -50,7 +51,7 @@ class VLLMEngine:
         self._llm: Any = None
         self._weight_version = 0
 
-    async def start(self, rollout: RolloutSpec | None) -> None:
+    async def start(self, rollout: PPOConfig | None) -> None:
         """Load the model and, if given, what rollouts need (reward functions, agents).
 
         Raises:

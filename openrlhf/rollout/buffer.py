@@ -136,7 +136,6 @@ def group_to_dict(group: Group) -> dict[str, Any]:
         },
         "trajectories": [trajectory.to_dict(lists=False) for trajectory in group.trajectories],
         "failures": [asdict(failure) for failure in group.failures],
-        "prompt_truncated": group.prompt_truncated,
         "baseline": None if group.baseline is None else group.baseline.to_dict(lists=False),
     }
 
@@ -148,6 +147,5 @@ def group_from_dict(data: Mapping[str, Any]) -> Group:
         item=PromptItem(**{**data["item"], "images": tuple(data["item"].get("images", ()))}),
         trajectories=tuple(Trajectory.from_dict(entry) for entry in data["trajectories"]),
         failures=tuple(EpisodeFailure(**entry) for entry in data["failures"]),
-        prompt_truncated=data["prompt_truncated"],
         baseline=None if baseline is None else Trajectory.from_dict(baseline),
     )

@@ -95,8 +95,6 @@ class EpisodeSpec:
         group_filter: the user's judgement of each group of training; None keeps all.
         executor: agent that runs the episodes; None = single turn.
         prompt_limit: longest prompt in tokens; None = what `max_length` leaves for one response.
-        on_long_prompt: "truncate" keeps the last `prompt_limit` tokens, "drop" gives an empty group. Both
-            count.
         seed: seed of the run; each request gets one of its own from it.
         episode_timeout: seconds for one episode, reward included; None = no limit.
         on_agent_failure: "raise" ends the rollout when agent code fails, "drop" leaves the sample out.
@@ -114,7 +112,6 @@ class EpisodeSpec:
     group_filter: GroupFilter | None = None
     executor: AgentExecutorBase | None = None
     prompt_limit: int | None = None
-    on_long_prompt: str = "truncate"
     seed: int = 0
     episode_timeout: float | None = 1800.0
     on_agent_failure: str = "raise"
@@ -122,8 +119,6 @@ class EpisodeSpec:
     weight_version: int = 0
 
     def __post_init__(self) -> None:
-        if self.on_long_prompt not in ("truncate", "drop"):
-            raise ValueError(f"on_long_prompt must be truncate or drop, got {self.on_long_prompt!r}")
         if self.on_agent_failure not in ("raise", "drop"):
             raise ValueError(f"on_agent_failure must be raise or drop, got {self.on_agent_failure!r}")
         if self.longest_prompt < 1:
@@ -176,7 +171,6 @@ class Group:
     item: PromptItem
     trajectories: tuple[Trajectory, ...]
     failures: tuple[EpisodeFailure, ...] = ()
-    prompt_truncated: bool = False
     baseline: Trajectory | None = None
     verdict: DynamicFilterOutput | None = None
 
@@ -204,13 +198,11 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
             logger.warning("%s; its samples are lost", message)
             return _lost_group(item, n, "image", message)
     length = len(fitted_item.token_ids)
-    too_long = length > spec.longest_prompt
     if length == 0:
         raise RolloutError(f"prompt {item.prompt_id} has no tokens; drop empty prompts from the data")
-    if too_long and (spec.on_long_prompt == "drop" or item.images):  # half an image is none
+    if length > spec.longest_prompt:  # texts were cut when they were read; half an image is none
         message = f"prompt {item.prompt_id} has {length} tokens, the limit is {spec.longest_prompt}"
         return _lost_group(item, n, "long_prompt", message)
-    fitted_item = replace(fitted_item, token_ids=list(fitted_item.token_ids[-spec.longest_prompt :]))
     specs = [spec] * n + [replace(spec, sampling=_greedy(spec.sampling))] * item.greedy_baseline
     tasks = [asyncio.ensure_future(_guarded_episode(fitted_item, i, engine, own)) for i, own in enumerate(specs)]
     try:
@@ -220,12 +212,12 @@ async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: Ep
             task.cancel()
     baseline = outcomes[n][-1] if item.greedy_baseline else None
     if isinstance(baseline, EpisodeFailure):
-        return Group(item, (), (baseline, *_failures(outcomes[:n])), prompt_truncated=too_long)
+        return Group(item, (), (baseline, *_failures(outcomes[:n])))
     samples = list(itertools.chain.from_iterable(outcomes[:n]))
     if spec.group_reward:
         samples = await _rewarded([t for t in samples if isinstance(t, Trajectory)], spec) + [*_failures(outcomes[:n])]
     finished = tuple(outcome for outcome in samples if isinstance(outcome, Trajectory))
-    group = Group(item, finished, tuple(_failures([samples])), prompt_truncated=too_long, baseline=baseline)
+    group = Group(item, finished, tuple(_failures([samples])), baseline=baseline)
     return group if item.evaluation or spec.group_filter is None else await _judged(group, spec.group_filter)
 
 

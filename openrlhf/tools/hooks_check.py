@@ -14,7 +14,7 @@ from openrlhf.config import PPOConfig
 from openrlhf.config.derive import prompt_limit
 from openrlhf.config.rules_ppo import HOOKS
 from openrlhf.datasets.prompts import PromptRow, load_prompts
-from openrlhf.engines.rollouts import GroupRunner, RolloutSpec
+from openrlhf.engines.rollouts import GroupRunner
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.errors import RolloutError
@@ -98,7 +98,7 @@ def hooks_check(cfg: PPOConfig) -> Report:
 
 async def _roll_out(cfg: PPOConfig, rows: Sequence[PromptRow], engine: LabelEngine) -> list[Group]:
     sampling = training_sampling(cfg)
-    runner = GroupRunner(RolloutSpec(cfg, sampling), engine)
+    runner = GroupRunner(cfg, engine)
     try:
         items = [prompt_item(row, index, 0) for index, row in enumerate(rows)]
         return list(

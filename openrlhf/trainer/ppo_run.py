@@ -15,7 +15,6 @@ from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.engines.rollouts import (
-    RolloutSpec,
     executor_of,
     group_filter_of,
     prompt_images,
@@ -33,7 +32,7 @@ from openrlhf.trainer.ppo_async import AsyncPPOTrainer
 from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, replayed_files, replayed_steps
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.reward_servers import wait_for_servers
-from openrlhf.trainer.sampling import sampling_line, training_sampling
+from openrlhf.trainer.sampling import sampling_line
 from openrlhf.trainer.system import start_system
 from openrlhf.utils import interrupts
 from openrlhf.utils.errors import ExplainedError
@@ -132,7 +131,6 @@ def _train(cfg: PPOConfig, console: Console) -> None:
     try:
         system = start_system(
             cfg,
-            RolloutSpec(cfg, training_sampling(cfg)),
             actor_steps=total_steps or 1,
             log_dir=log_dir,
             report=console.say,

@@ -15,7 +15,6 @@ import ray
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
 from openrlhf.engines.pool import EnginePool, start_engines
-from openrlhf.engines.rollouts import RolloutSpec
 from openrlhf.engines.weight_sync.compare import Comparison
 from openrlhf.trainer.turns import SharedMemory
 from openrlhf.utils.files import temporary_folder
@@ -153,12 +152,11 @@ def cluster_device() -> str:
     return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
 
 
-def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_dir: Path, report: Report) -> PPOSystem:
+def start_system(cfg: PPOConfig, *, actor_steps: int, log_dir: Path, report: Report) -> PPOSystem:
     """Connect to Ray, place and start everything, and load the models.
 
     Args:
         cfg: a validated configuration.
-        rollout: what the engines' episodes need.
         actor_steps: optimizer steps that the schedules span.
         log_dir: every process writes its output to a file there.
         report: gets one line a milestone.
@@ -184,7 +182,7 @@ def start_system(cfg: PPOConfig, rollout: RolloutSpec, *, actor_steps: int, log_
         engines = start_engines(cfg, cluster, device_type=device_type, transport=transport, log_dir=str(log_dir))
     started: list[WorkerGroup] = [engines.group]
     try:
-        loading: list[PendingCall] = [engines.load(rollout)]
+        loading: list[PendingCall] = [engines.load(cfg)]
         groups: dict[str, WorkerGroup] = {}
         for role in plan.role_names:
             if role != "engine":

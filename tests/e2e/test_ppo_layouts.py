@@ -18,7 +18,6 @@ from openrlhf.config import PPOConfig, parse_cli
 from openrlhf.config.derive import data_parallel_size
 from openrlhf.datasets.prompts import load_prompts
 from openrlhf.engines.pool import EnginePool
-from openrlhf.engines.rollouts import RolloutSpec
 from openrlhf.engines.weight_sync.compare import stored_weights
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.episodes import Group
@@ -87,13 +86,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")
-        system = start_system(
-            cfg,
-            RolloutSpec(cfg, replace(training_sampling(cfg), logprobs=True)),
-            actor_steps=10,
-            log_dir=folder / "logs",
-            report=print,
-        )
+        system = start_system(cfg, actor_steps=10, log_dir=folder / "logs", report=print)
         sharded_cfg = replace(cfg, zero_stage=3, micro_train_batch_size=2, packing_samples=True)
         sharded, cluster = _start_sharded(sharded_cfg, folder / "sharded_logs")
         rows = load_prompts(cfg, load_tokenizer(model), max_tokens=32)

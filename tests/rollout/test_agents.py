@@ -212,16 +212,6 @@ def test_reset_gives_the_first_observation() -> None:
     assert engine.prompts == [TOK.encode("qqy")]  # cut on the left: 5 less 2 for the answer
 
 
-def test_a_long_prompt_is_cut_or_dropped_in_agent_mode_too() -> None:
-    executor, _ = scripted(step(1.0, done=True))
-    options = {"max_length": 8, "sampling": SamplingParams(max_tokens=2)}
-    engine = ScriptedEngine([[A, EOS]])
-    assert play(executor, engine, "cdefghijkl", **options).prompt_truncated
-    assert engine.prompts == [TOK.encode("ghijkl")]
-    group = play(executor, ScriptedEngine([]), "cdefghijkl", on_long_prompt="drop", **options)
-    assert [f.kind for f in group.failures] == ["long_prompt"]
-
-
 def test_plain_functions_and_async_initialisers_work() -> None:
     class Old(AgentInstanceBase):
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]

@@ -177,15 +177,9 @@ def test_bad_sampling_parameters_are_named(options: dict[str, Any], words: str) 
         SamplingParams(**options)
 
 
-def test_a_long_prompt_is_cut_on_the_left_or_dropped() -> None:
-    text = "abcdefghijklmnop"
-    engine = ScriptedEngine([[EOS]])
-    group = run(item(TOK, text), 1, engine, spec(max_length=10))
-    assert group.prompt_truncated
-    assert engine.prompts[0] == TOK.encode(text)[-6:]  # 10 tokens less 4 for the response
-    assert group.trajectories[0].metadata["prompt"] == text
+def test_a_prompt_that_leaves_no_room_for_a_response_is_lost() -> None:
     engine = ScriptedEngine([])
-    group = run(item(TOK, text, 3), 2, engine, spec(max_length=10, on_long_prompt="drop"))
+    group = run(item(TOK, "abcdefghijklmnop", 3), 2, engine, spec(max_length=10))
     assert not group.trajectories and [f.kind for f in group.failures] == ["long_prompt"] * 2
     assert "prompt 3 has 15 tokens, the limit is 6" in group.failures[0].message
     assert engine.prompts == []
@@ -277,8 +271,6 @@ def test_without_a_reward_source_rewards_stay_open() -> None:
 
 
 def test_unusable_specs_and_prompts_are_refused() -> None:
-    with pytest.raises(ValueError, match="on_long_prompt must be"):
-        spec(on_long_prompt="cut")
     with pytest.raises(ValueError, match="on_agent_failure must be"):
         spec(on_agent_failure="ignore")
     with pytest.raises(ValueError, match="max_length 4 leaves no room for a prompt"):

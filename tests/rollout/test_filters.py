@@ -242,7 +242,7 @@ def test_a_group_is_in_the_buffer_once() -> None:
 
 def test_the_state_survives_a_checkpoint() -> None:
     buffer = filled(1, 2)
-    lost = Group(group(7, []).item, (), (EpisodeFailure(7, 0, "agent", "why"),), prompt_truncated=True)
+    lost = Group(group(7, []).item, (), (EpisodeFailure(7, 0, "agent", "why"),))
     buffer.put(lost)
     compared = group(8, [1.0])
     buffer.put(replace(compared, item=replace(compared.item, greedy_baseline=True), baseline=compared.trajectories[0]))
@@ -252,7 +252,6 @@ def test_the_state_survives_a_checkpoint() -> None:
     for before, after in zip(buffer.take(4), again.take(4), strict=True):
         assert (after.baseline is None) == (before.baseline is None) == (before.item.prompt_id != 8)
         assert after.item == before.item and after.failures == before.failures
-        assert after.prompt_truncated == before.prompt_truncated
         for one, other in zip(before.trajectories, after.trajectories, strict=True):
             assert json.dumps(one.to_dict()) == json.dumps(other.to_dict())
     with pytest.raises(ValueError, match="state has version 7, this is 1"):
