@@ -40,10 +40,8 @@ def deepspeed_config(opts: DeepSpeedOptions, stage: int, *, training: bool, para
         config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}
     if opts.grad_accum_dtype:
         config["data_types"] = {"grad_accum_dtype": opts.grad_accum_dtype}
-    if getattr(opts, "use_ds_universal_ckpt", False):
+    if opts.use_ds_universal_ckpt:
         config["checkpoint"] = {"load_universal": True}
-    if getattr(opts, "deepcompile", False) and training:
-        config["compile"] = {"deepcompile": True}
     return config
 
 

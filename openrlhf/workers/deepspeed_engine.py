@@ -115,7 +115,7 @@ class TrainEngine:
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
         self._asleep = False
-        self._universal = bool(getattr(opts, "use_ds_universal_ckpt", False))
+        self._universal = opts.use_ds_universal_ckpt
         # 4-bit weights are frozen: they come from their folder again, and not from a checkpoint
         self._quantized = any(is_quantized(p) for p in model.parameters())
         self._stage = effective_zero_stage(opts.zero_stage, keep=param_offload or self._universal)
@@ -132,8 +132,6 @@ class TrainEngine:
             )
             if isinstance(built, MuonWithAdamW):
                 built.bind(self._engine.optimizer)
-            if getattr(opts, "deepcompile", False):
-                self._engine.compile()
         elif self._stage == 3:
             self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
         else:

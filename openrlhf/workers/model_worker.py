@@ -139,10 +139,7 @@ class ModelWorker:
 
     def offload(self) -> None:
         """Move what is not needed until the next call to CPU memory."""
-        from openrlhf import platform
-
         self.engine.offload_states()
-        platform.empty_cache()
 
     def reload(self) -> None:
         """Bring back what :meth:`offload` moved away."""

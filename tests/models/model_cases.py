@@ -37,7 +37,6 @@ def options(**changes: Any) -> Any:
         "max_norm": 1.0,
         "seed": 0,
         "use_ds_universal_ckpt": False,
-        "deepcompile": False,
         "ring_attn_size": 1,
         "ds_tensor_parallel_size": 1,
     }
