@@ -11,7 +11,6 @@ from openrlhf.config.flag import FlagSpec
 from openrlhf.config.foreign import translations
 from openrlhf.config.help import describe_default, specs_by_group
 from openrlhf.config.names import RETIRED
-from openrlhf.config.unsupported import NOT_YET
 from openrlhf.config.values import type_name
 
 DEFAULTS_THAT_DIFFER = (
@@ -84,9 +83,6 @@ def generate() -> str:
         "| `--use_icepop` | `--enable_vllm_is_correction --vllm_is_correction_type icepop` |",
         "| `--vllm_is_correction_type mis` | `--vllm_is_correction_type seq-mask-tis` |",
     ]
-    if NOT_YET:
-        lines += ["", "## Refused for now", "", "| flag | why | instead |", "|---|---|---|"]
-        lines += [f"| `--{flag}` | {entry.reason} | {entry.instead} |" for flag, entry in sorted(NOT_YET.items())]
     lines += [
         "",
         "## Names of verl and slime",

@@ -126,7 +126,12 @@ class DeepSpeedOptions(PrecisionOptions):
         "ds.grad_accum_dtype",
         choices=("bf16", "fp16", "fp32"),
     )
-    deepcompile: bool = flag(False, "compile the training engine with DeepCompile", "ds.deepcompile")
+    deepcompile: bool = flag(
+        False,
+        "compile the training engine with DeepCompile",
+        "ds.deepcompile",
+        no_effect="it only made training faster, and nothing is compiled here",
+    )
     ds_tensor_parallel_size: int = flag(
         1,
         "ranks that share each layer (DeepSpeed AutoTP)",
@@ -135,7 +140,12 @@ class DeepSpeedOptions(PrecisionOptions):
     ring_attn_size: int = flag(
         1, "ranks that share each sequence (Ulysses sequence parallelism); divides the heads", "ds.ring_attn_size"
     )
-    ring_head_stride: int = flag(1, "heads that pass a ring at a time; there is no ring", "ds.ring_attn_head_stride")
+    ring_head_stride: int = flag(
+        1,
+        "heads that pass a ring at a time",
+        "ds.ring_attn_head_stride",
+        no_effect="it only tuned the speed of a ring, and here ranks exchange all heads at once",
+    )
     max_norm: float = flag(
         1.0,
         "largest gradient norm, longer gradients are scaled down; 0 never clips",

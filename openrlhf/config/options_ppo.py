@@ -54,7 +54,12 @@ class EngineOptions(OptionGroup):
         "vllm.sync_backend",
         choices=("nccl", "gloo"),
     )
-    vllm_sync_with_ray: bool = flag(False, "send weights with ray.util.collective", "vllm.sync_with_ray")
+    vllm_sync_with_ray: bool = flag(
+        False,
+        "send weights with ray.util.collective",
+        "vllm.sync_with_ray",
+        no_effect="weights never go through Ray's collectives; --vllm_sync_backend chooses the way",
+    )
     vllm_enable_sleep: bool = flag(False, "engines give their memory back while models train", "vllm.enable_sleep")
     enable_prefix_caching: bool = flag(
         False, "engines reuse the cache of common beginnings, until the weights change", "vllm.enable_prefix_caching"

@@ -31,7 +31,6 @@ from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
 from openrlhf.config.problems import Violation, not_there
 from openrlhf.config.rules_ppo import check_division, check_ppo, check_reward_sources, nearest_multiples
-from openrlhf.config.unsupported import unsupported
 from openrlhf.config.values import show_value
 
 # Without these being sound numbers, the arithmetic of batches means nothing.
@@ -50,7 +49,6 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
         world_size: ranks of the job, for the commands that a launcher starts once a rank.
     """
     violations = list(check_limits(cfg))
-    violations += unsupported(cfg)
     violations += _check_required(cfg)
     violations += _check_models(cfg)
     violations += _check_template(cfg)
@@ -230,7 +228,6 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
             "lora_rank": bool(flag_value(cfg, "lora_rank")),
             "load_in_4bit": bool(flag_value(cfg, "load_in_4bit")),
             "optim": "muon" in (flag_value(cfg, "optim"), flag_value(cfg, "critic_optim")),
-            "deepcompile": cfg.deepcompile,
             "use_ds_universal_ckpt": cfg.use_ds_universal_ckpt,
             "zpg": cfg.zpg > 1,
         }

@@ -284,6 +284,9 @@ class TestOthers:
             (PPO, ["--ptx_coef", "0.1"]),
             (PPO, ["--perf"]),
             (PPO, ["--actor_init_on_gpu"]),
+            (PPO, ["--vllm_sync_with_ray"]),
+            (PPO, ["--deepcompile", "--ds_tensor_parallel_size", "2"]),
+            *((command, ["--ds.ring_attn_head_stride", "4"]) for command in (PPO, "train_sft", "train_dpo")),
             ("train_sft", ["--train_split", "test"]),
         ],
     )
