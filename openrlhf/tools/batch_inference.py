@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
 from openrlhf.config import BatchInferenceConfig, PPOConfig
@@ -27,6 +27,7 @@ from openrlhf.tools.post_process import Row, post_process
 from openrlhf.tools.scoring import RewardScorer
 from openrlhf.utils.files import atomic_file
 from openrlhf.utils.logging import get_logger
+from openrlhf.utils.process import seed_process
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 
 logger = get_logger(__name__)
@@ -49,7 +50,7 @@ def run(cfg: BatchInferenceConfig) -> str:
         rows = generate(cfg, _rows(cfg))
     else:
         world = init_distributed(cfg.local_rank)
-        _seed(cfg)
+        seed_process(cfg.seed, cfg.full_determinism)
         rows = score(cfg, _rows(cfg), world)
         shutdown()
         if not world.is_first:
@@ -58,13 +59,6 @@ def run(cfg: BatchInferenceConfig) -> str:
     assert cfg.output_path
     write_rows(cfg.output_path, rows)
     return f"wrote {len(rows)} rows to {cfg.output_path}"
-
-
-def _seed(cfg: BatchInferenceConfig) -> None:
-    if cfg.full_determinism:
-        enable_full_determinism(cfg.seed)
-    else:
-        set_seed(cfg.seed)
 
 
 def _rows(cfg: BatchInferenceConfig) -> Dataset:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, enable_full_determinism, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
@@ -23,6 +23,7 @@ from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
+from openrlhf.utils.process import seed_process
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
@@ -43,10 +44,7 @@ def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> i
     """
     try:
         world = init_distributed(cfg.local_rank)
-        if cfg.full_determinism:
-            enable_full_determinism(cfg.seed)
-        else:
-            set_seed(cfg.seed)
+        seed_process(cfg.seed, cfg.full_determinism)
         train(cfg, world)
     except ExplainedError as error:
         print(f"\nerror: {error}", file=sys.stderr, flush=True)

@@ -71,3 +71,16 @@ def free_port(host: str = "") -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])
+
+
+def seed_process(seed: int, full_determinism: bool) -> None:
+    """Seed Python, NumPy and torch, and with ``--full_determinism`` choose kernels that repeat themselves.
+
+    Done before a model is loaded: new heads and adapters are random, and cuBLAS reads its part of it once.
+    """
+    from transformers import enable_full_determinism, set_seed
+
+    if full_determinism:
+        enable_full_determinism(seed)
+    else:
+        set_seed(seed)

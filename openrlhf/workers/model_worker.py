@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from openrlhf.config import PPOConfig
-from openrlhf.utils.process import host_address, redirect_output
+from openrlhf.utils.process import host_address, redirect_output, seed_process
 from openrlhf.workers.cluster import Cluster
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 from openrlhf.workers.group import Member, PendingCall, WorkerGroup
@@ -93,6 +93,8 @@ class ModelWorker:
         self.cfg = cfg
         from openrlhf.workers.backoff import MemoryBackoff
 
+        # On all ranks the same: they make the same heads and adapters. A resume restores its own states afterwards.
+        seed_process(cfg.seed, cfg.full_determinism)
         self.engine = self._build(cfg, total_steps)
         self.backoff = MemoryBackoff(self.engine)
 
