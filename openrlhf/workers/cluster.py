@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from openrlhf.utils import interrupts
 from openrlhf.workers.placement import Group, PlacementError, PlacementPlan, check_fits, order_devices
 
-FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "NCCL_DEBUG", "HF_HUB_OFFLINE", "PYTHONPATH")
+FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "PYTHONPATH")
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_")
 
 
 def connect() -> None:
@@ -25,16 +28,31 @@ def connect() -> None:
     """
     if ray.is_initialized():
         return
-    environment = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"}
-    environment |= {name: os.environ[name] for name in FORWARDED_VARIABLES if name in os.environ}
     options: dict[str, Any] = {
-        "runtime_env": {"env_vars": environment},
+        "runtime_env": {"env_vars": forwarded_environment(os.environ)},
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
     # Ray puts a handler of its own for SIGTERM in the place of ours.
     with interrupts.kept():
         _init(options)
+
+
+def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the driver gives to all processes of a run.
+
+    Those that ``ray job submit`` has for the job reach them anyway, and Ray refuses to be told one twice.
+
+    Args:
+        environ: the driver's environment.
+    """
+    chosen = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN"}
+    for name, value in environ.items():
+        if name in FORWARDED_VARIABLES or name.startswith(FORWARDED_PREFIXES):
+            chosen[name] = value
+    job = json.loads(environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    of_the_job = (job.get("runtime_env") or {}).get("env_vars") or {}
+    return {name: value for name, value in chosen.items() if name not in of_the_job}
 
 
 def _init(options: dict[str, Any]) -> None:
