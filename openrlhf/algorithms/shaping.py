@@ -6,25 +6,23 @@ import torch
 from torch import Tensor
 
 
-def overlong_penalty(lengths: Tensor, max_length: int, buffer: float, factor: float) -> Tensor:
+def overlong_penalty(room: Tensor, buffer: float, factor: float) -> Tensor:
     """Soft over-long penalty (DAPO, arXiv:2503.14476), float32 ``[S]``, between ``-factor`` and 0.
 
-    0 up to ``max_length - buffer`` tokens, then linear down to ``-factor`` at ``max_length`` and beyond.
+    0 while at least ``buffer`` tokens are left, then linear down to ``-factor`` where none is.
 
     Args:
-        lengths: response tokens of each sample, ``[S]``.
-        max_length: limit of the response (``--max_new_tokens``).
+        room: tokens that were left to each sample until its length limit, ``[S]``.
         buffer: width of the penalised zone (``--overlong_buffer_len``).
         factor: largest penalty (``--overlong_penalty_factor``).
 
     Raises:
-        ValueError: the buffer is not in (0, max_length].
+        ValueError: the buffer is not above 0.
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(f"--overlong_buffer_len must be > 0 and at most the response limit {max_length}, got {buffer}")
-    exceeded = lengths.float() - (max_length - buffer)
+    if not buffer > 0:
+        raise ValueError(f"--overlong_buffer_len must be > 0, got {buffer}")
     # `0 -` instead of unary minus: no penalty is 0, not -0
-    return 0.0 - (exceeded / buffer).clamp(0, 1) * factor
+    return 0.0 - (1 - room.float() / buffer).clamp(0, 1) * factor
 
 
 def stop_properly(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
@@ -41,10 +39,9 @@ def stop_properly(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
 
 def apply_length_penalties(
     rewards: Tensor,
-    lengths: Tensor,
+    room: Tensor,
     truncated: Tensor,
     *,
-    max_length: int | None = None,
     overlong_buffer_len: float | None = None,
     overlong_penalty_factor: float = 1.0,
     stop_properly_penalty_coef: float | None = None,
@@ -53,16 +50,13 @@ def apply_length_penalties(
 
     Args:
         rewards: terminal rewards.
-        lengths: response tokens.
+        room: tokens left until the length limit.
         truncated: bool, the response was cut by the length limit.
-        max_length: response limit; needed for the over-long penalty.
         overlong_buffer_len, overlong_penalty_factor: see :func:`overlong_penalty`; None switches it off.
         stop_properly_penalty_coef: see :func:`stop_properly`; None switches it off.
     """
     if overlong_buffer_len is not None:
-        if max_length is None:
-            raise ValueError("--overlong_buffer_len needs a response limit (--max_new_tokens or --max_len)")
-        rewards = rewards + overlong_penalty(lengths, max_length, overlong_buffer_len, overlong_penalty_factor)
+        rewards = rewards + overlong_penalty(room, overlong_buffer_len, overlong_penalty_factor)
     if stop_properly_penalty_coef is not None:
         rewards = stop_properly(rewards, truncated, stop_properly_penalty_coef)
     return rewards

@@ -13,7 +13,9 @@ from openrlhf.rollout.trajectory import Trajectory
 DEFAULT_SOURCE = "default"
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], *, max_response_length: int | None = None) -> dict[str, float]:
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], *, max_new_tokens: int | None, max_len: int
+) -> dict[str, float]:
     """Returns the metrics of one rollout; {} for none.
 
     Every sample has the same weight, however many turns or tokens it has; `group_reward_std` weighs groups
@@ -22,14 +24,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, max_response_length: 
 
     Args:
         trajectories: all samples of the rollout.
-        max_response_length: a response of that many tokens counts in `response_clip_ratio`; None = a
-            truncated response does.
+        max_new_tokens, max_len: the length limits. `response_clip_ratio` counts what stands at one of them, also where
+            it ended there by itself, and what a limit of an agent's own has cut.
     """
     if not trajectories:
         return {}
     responses = np.array([t.response_length for t in trajectories], dtype=np.float64)
     truncated = np.array([t.truncated for t in trajectories], dtype=np.float64)
-    clipped = truncated if max_response_length is None else (responses >= max_response_length).astype(np.float64)
+    clipped = np.array([t.truncated or t.room(max_new_tokens, max_len) == 0 for t in trajectories], dtype=np.float64)
     metrics = {
         "response_length": float(responses.mean()),
         "total_length": float(np.mean([t.total_length for t in trajectories])),

@@ -144,6 +144,21 @@ class Trajectory:
         actions = np.flatnonzero(self.action_mask)
         return int(actions[0]) if actions.size else self.total_length
 
+    def room(self, max_new_tokens: int | None, max_len: int) -> int:
+        """Tokens that were left until a length limit cuts it; 0 where one did.
+
+        Args:
+            max_new_tokens: limit of each turn, of which the last counts; None = none.
+            max_len: limit of prompt and everything after it.
+        """
+        room = max_len - self.total_length
+        if max_new_tokens is not None:
+            actions = np.flatnonzero(self.action_mask)
+            starts = np.flatnonzero(np.diff(actions, prepend=-2) > 1)  # of the turns, among the action tokens
+            last_turn = len(actions) - int(starts[-1]) if starts.size else 0
+            room = min(room, max_new_tokens - last_turn)
+        return max(room, 0)
+
     @property
     def min_version(self) -> int:
         """Oldest weight version among the action tokens, -1 where there is none."""

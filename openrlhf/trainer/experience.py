@@ -20,6 +20,7 @@ from openrlhf.batching.microbatch import MicroBatch, pack, unpack
 from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimizer_steps
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
+from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.workers.messages import StepBatch
@@ -160,12 +161,12 @@ def with_model_scores(trajectories: Sequence[Trajectory], scores: np.ndarray) ->
     return [replace(t, reward=float(score), score=float(score)) for t, score in zip(trajectories, scores, strict=True)]
 
 
+def sample_metrics(experience: Experience, cfg: PPOConfig) -> dict[str, float]:
+    """Metrics of the samples, before anything is computed from them."""
+    return rollout_metrics(experience.trajectories, max_new_tokens=cfg.max_new_tokens, max_len=cfg.max_len)
+
+
 # --- advantages ---------------------------------------------------------------------------------------------------
-
-
-def response_limit(cfg: PPOConfig) -> int:
-    """Most tokens that a response can have."""
-    return cfg.max_new_tokens or cfg.max_len
 
 
 def shaped_rewards(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> Tensor:
@@ -182,9 +183,8 @@ def shaped_rewards(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> Tensor
         )
     return apply_length_penalties(
         torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-        torch.tensor([t.response_length for t in trajectories]),
+        torch.tensor([t.room(cfg.max_new_tokens, cfg.max_len) for t in trajectories]),
         torch.tensor([t.truncated for t in trajectories]),
-        max_length=response_limit(cfg),
         overlong_buffer_len=cfg.overlong_buffer_len,
         overlong_penalty_factor=cfg.overlong_penalty_factor,
         stop_properly_penalty_coef=cfg.stop_properly_penalty_coef,
@@ -274,6 +274,12 @@ def _step_rewards(experience: Experience) -> Tensor | None:
 
 # --- optimizer steps ----------------------------------------------------------------------------------------------
 
+
+def loss_constant(cfg: PPOConfig) -> float:
+    """What seq-mean-token-sum-norm divides by: the tokens of a long response, the same number in the whole run."""
+    return float(cfg.max_new_tokens or cfg.max_len)
+
+
 POLICY_COLUMNS = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 VALUE_COLUMNS = ("returns", "old_values")
 
@@ -342,7 +348,7 @@ def step_batches(
         plan = _plan(
             [len(sequences[i]) for i in indices], ranks, cfg, cfg.micro_train_batch_size, cfg.train_max_tokens_per_gpu
         )
-        denominators = step_denominators([masks[i] for i in indices], constant=float(response_limit(cfg)))
+        denominators = step_denominators([masks[i] for i in indices], constant=loss_constant(cfg))
         for rank, micro_batches in enumerate(plan.ranks):
             packed = tuple(_packed(sequences, data, images, [indices[i] for i in part]) for part in micro_batches)
             result[rank].append(StepBatch(packed, denominators, kl_coef))

@@ -26,7 +26,6 @@ from openrlhf.rollout.filters import (
     PromptRefill,
 )
 from openrlhf.rollout.hooks import BufferFilter
-from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.evaluation import Evaluator
@@ -39,7 +38,7 @@ from openrlhf.trainer.experience import (
     collect,
     forward_batches,
     optimizer_steps,
-    response_limit,
+    sample_metrics,
     sequence_outputs,
     step_batches,
     token_outputs,
@@ -308,7 +307,7 @@ class PPOTrainer:
         return _with_effective_sample_size(MetricSum.merged(parts).values())
 
     def _rollout_figures(self, experience: Experience, summary: RolloutSummary) -> dict[str, float]:
-        metrics = rollout_metrics(experience.trajectories, max_response_length=response_limit(self.cfg))
+        metrics = sample_metrics(experience, self.cfg)
         shaped = summary.rewards
         metrics["reward"] = float(shaped.mean())
         metrics["return"] = float(summary.returns.mean())

@@ -11,9 +11,8 @@ from openrlhf.config.derive import optimizer_steps
 from openrlhf.rollout.dump import DumpError, count_groups, dump_files, read_rollout_dump
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.filters import CollectedGroups
-from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.trajectory import Trajectory
-from openrlhf.trainer.experience import response_limit
+from openrlhf.trainer.experience import sample_metrics
 from openrlhf.trainer.ppo import PPOTrainer
 
 
@@ -26,7 +25,7 @@ class RolloutOnlyTrainer(PPOTrainer):
     def _train_on(self, groups: Sequence[Group]) -> dict[str, float]:
         experience = self._collect(groups)
         self._dump(experience)
-        return rollout_metrics(experience.trajectories, max_response_length=response_limit(self.cfg))
+        return sample_metrics(experience, self.cfg)
 
     def _save_final(self) -> None:
         self.console.say(f"Wrote {self.global_step} rollouts to {self.cfg.dump_rollouts}")

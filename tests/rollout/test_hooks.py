@@ -413,7 +413,7 @@ def test_facts_reach_the_dump_and_rewards_are_split_by_source(tmp_path: Path) ->
     for source, answer in (("sums", "4"), ("words", "5")):
         facts = {"datasource": source, "tools": [{"name": "calc"}], "level": {"deep": [1, 2]}}
         samples += play([text(answer)], rm=example("custom_rm_path", "reward"), metadata=facts).trajectories
-    metrics = rollout_metrics(samples)
+    metrics = rollout_metrics(samples, max_new_tokens=None, max_len=64)
     assert (metrics["reward/sums"], metrics["reward/words"]) == (1.0, pytest.approx(0.1))
     path = RolloutDumpWriter(tmp_path).write(1, samples)
     line = json.loads(path.read_text().splitlines()[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from openrlhf.rollout.metrics import best_of, eval_metrics, majority_reward, rollout_metrics
 from openrlhf.rollout.trajectory import Trajectory
+
+figures = functools.partial(rollout_metrics, max_new_tokens=8, max_len=64)
 
 
 def sample(group: int, reward: float | None, *, actions: int = 2, prompt: int = 3, **options: Any) -> Trajectory:
@@ -31,14 +34,13 @@ def sample(group: int, reward: float | None, *, actions: int = 2, prompt: int = 
 
 def test_every_sample_counts_once() -> None:
     long = sample(1, 0.0, actions=8, truncated=True, finish_reason="length", extra_logs={"a": 4.0})
-    metrics = rollout_metrics(
+    metrics = figures(
         [
             sample(0, 1.0, score=0.5, extra_logs={"a": 1.0, "b": 7.0}),
             sample(0, 0.0, score=0.5),
             long,
             sample(1, 3.0, score=0.5),
         ],
-        max_response_length=8,
     )
     assert metrics == pytest.approx(
         {
@@ -61,28 +63,38 @@ def test_every_sample_counts_once() -> None:
     )
 
 
+def test_the_clip_ratio_counts_what_a_limit_has_cut() -> None:
+    cut = sample(0, 1.0, prompt=4, actions=6, truncated=True, finish_reason="length")  # by max_len 10
+    whole = sample(0, 1.0, prompt=2, actions=6)
+    at_the_limit = sample(0, 1.0, prompt=2, actions=8)  # its last token may be the end token
+    for limit, share in ((None, 2 / 3), (8, 2 / 3), (6, 1.0)):
+        metrics = rollout_metrics([cut, whole, at_the_limit], max_new_tokens=limit, max_len=10)
+        assert metrics["response_clip_ratio"] == pytest.approx(share)
+        assert metrics["truncated"] == pytest.approx(1 / 3)
+
+
 def test_a_trajectory_of_many_turns_weighs_no_more() -> None:
     turns = sample(1, 0.0, actions=4, step_rewards=((3, 0.0), (4, 0.0), (5, 0.0), (6, 0.0)))
-    assert rollout_metrics([sample(0, 1.0), turns])["reward"] == 0.5
+    assert figures([sample(0, 1.0), turns])["reward"] == 0.5
 
 
 def test_groups_may_differ_in_size_and_order() -> None:
     samples = [sample(g, r) for g, r in ((0, 1.0), (1, 0.0), (0, 1.0), (2, 7.0), (1, 2.0), (0, 1.0))]
-    assert rollout_metrics(samples)["group_reward_std"] == pytest.approx(np.mean([0.0, np.sqrt(2)]))
-    assert "group_reward_std" not in rollout_metrics([sample(0, 1.0), sample(1, 0.0)])
-    assert rollout_metrics([sample(0, 1.0)])["rollout/reward_std"] == 0.0
+    assert figures(samples)["group_reward_std"] == pytest.approx(np.mean([0.0, np.sqrt(2)]))
+    assert "group_reward_std" not in figures([sample(0, 1.0), sample(1, 0.0)])
+    assert figures([sample(0, 1.0)])["rollout/reward_std"] == 0.0
 
 
 def test_rewards_by_source() -> None:
-    metrics = rollout_metrics([sample(0, 1.0, metadata={"datasource": "math"}), sample(1, 0.0), sample(2, 1.0)])
+    metrics = figures([sample(0, 1.0, metadata={"datasource": "math"}), sample(1, 0.0), sample(2, 1.0)])
     assert (metrics["reward/math"], metrics["reward/default"]) == (1.0, 0.5)
-    assert "reward/default" not in rollout_metrics([sample(1, 0.0), sample(2, 1.0)])
+    assert "reward/default" not in figures([sample(1, 0.0), sample(2, 1.0)])
 
 
 def test_rewards_that_are_not_there_yet_are_left_out() -> None:
-    metrics = rollout_metrics([sample(0, None)])
+    metrics = figures([sample(0, None)])
     assert "reward" not in metrics and "score" not in metrics and metrics["response_length"] == 2.0
-    assert rollout_metrics([]) == {}
+    assert figures([]) == {}
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1]])

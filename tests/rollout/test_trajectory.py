@@ -44,6 +44,22 @@ def test_fields_have_their_types_and_lengths() -> None:
     assert (nothing.response_length, nothing.prompt_length, nothing.min_version) == (0, 4, -1)
 
 
+@pytest.mark.parametrize("mask", ["00111", "00111000", "0110110111100", "0100100", "111", "0000"])
+@pytest.mark.parametrize("limit", [None, 3, 4, 9])
+def test_room_until_a_limit_cuts_the_last_turn(mask: str, limit: int | None) -> None:
+    actions = [digit == "1" for digit in mask]
+    versions = [0 if action else -1 for action in actions]
+    trajectory = Trajectory(
+        **values(
+            token_ids=range(len(mask)), action_mask=actions, weight_version=versions, logprobs=None, step_rewards=()
+        )
+    )
+    last_turn = len(mask.rstrip("0").rpartition("0")[2])
+    for max_len in (len(mask), len(mask) + 2, 100):
+        left = [max_len - len(mask), *([] if limit is None else [limit - last_turn])]
+        assert trajectory.room(limit, max_len) == max(0, min(left))
+
+
 @pytest.mark.parametrize("lists", [True, False])
 def test_plain_data_and_back(lists: bool) -> None:
     trajectory = Trajectory(**values())

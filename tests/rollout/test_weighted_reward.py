@@ -127,7 +127,7 @@ def test_parts_are_metrics_and_in_the_dump(tmp_path: Path) -> None:
 
     trajectories = asyncio.run(run()).trajectories
     assert [t.reward for t in trajectories] == [0.25, 0.75, 0.25, 0.25]
-    metrics = rollout_metrics(trajectories)
+    metrics = rollout_metrics(trajectories, max_new_tokens=None, max_len=64)
     assert metrics["rollout/reward_mean"] == 0.375
     assert (metrics["reward_part/b"], metrics["reward_part/c"]) == (0.75, 0.25)
     RolloutDumpWriter(tmp_path / "dump").write(1, trajectories)

@@ -19,7 +19,9 @@ from openrlhf.trainer.experience import (
     collect,
     forward_batches,
     optimizer_steps,
+    sample_metrics,
     sequence_outputs,
+    shaped_rewards,
     step_batches,
     token_outputs,
     with_model_scores,
@@ -145,6 +147,27 @@ def test_greedy_baselines_are_shaped_like_rewards_and_never_trained_on(cfg: PPOC
         7,
     ]
     assert len(scored) == 5 and scored.columns is experience.columns
+
+
+def test_length_penalties_go_by_what_the_limit_left(cfg: PPOConfig) -> None:
+    """Without --max_new_tokens that is what the prompt leaves of --max_len; with it, an agent has it for each turn."""
+
+    def shaped(cfg: PPOConfig, mask: str, **more: object) -> tuple[float, float]:
+        actions = np.array([digit == "1" for digit in mask])
+        one = sample(0, 0, len(mask) - 2, 1.0, action_mask=actions, weight_version=np.where(actions, 0, -1), **more)
+        experience = Experience([one])
+        return shaped_rewards([one], cfg).item(), sample_metrics(experience, cfg)["response_clip_ratio"]
+
+    whole = replace(cfg, max_new_tokens=None, max_len=100, overlong_buffer_len=10.0)
+    prompt = "0" * 40
+    assert shaped(whole, prompt + "1" * 60, truncated=True) == (0.0, 1.0)
+    assert shaped(whole, prompt + "1" * 55) == (0.5, 0.0)
+    assert shaped(whole, prompt + "1" * 50) == (1.0, 0.0)
+    turns = replace(cfg, max_new_tokens=10, max_len=100, overlong_buffer_len=2.0)
+    assert shaped(turns, prompt + "1" * 6 + "00" + "1" * 6 + "00" + "1" * 6) == (1.0, 0.0)
+    assert shaped(turns, prompt + "1" * 6 + "00" + "1" * 9) == (0.5, 0.0)
+    assert shaped(turns, "0" * 80 + "1" * 6 + "0" * 8 + "1" * 5) == (0.5, 0.0)  # one token is left of --max_len
+    assert shaped(turns, "0" * 80 + "1" * 10, truncated=True) == (0.0, 1.0)
 
 
 def test_kl_in_the_reward_lowers_the_return_and_kl_in_the_loss_does_not(cfg: PPOConfig) -> None:

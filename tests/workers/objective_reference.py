@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from openrlhf.config import PPOConfig, build
 from openrlhf.rollout.trajectory import Trajectory
-from openrlhf.trainer.experience import Experience, response_limit
+from openrlhf.trainer.experience import Experience, loss_constant
 from openrlhf.workers.model_worker import ModelWorker
 
 Figures = dict[str, float]
@@ -232,7 +232,7 @@ def policy_step(
             sums.add(entropy_loss=spread[mask])
     sequence_mode = cfg.policy_loss_type in ("gspo", "gmpo")
     mode = "seq-mean-token-mean" if sequence_mode else cfg.loss_agg_mode
-    constant = float(response_limit(cfg))
+    constant = loss_constant(cfg)
     policy = _mean(losses, mode, constant)
     total = policy
     if penalties and kl_coef:
