@@ -19,8 +19,8 @@ def rollout_metrics(
     """Returns the metrics of one rollout; {} for none.
 
     Every sample has the same weight, however many turns or tokens it has; `group_reward_std` weighs groups
-    equally and leaves out groups of one. Extra logs are averaged over the samples that have them. Rewards and
-    scores that are not there yet (a reward model gives them later) are left out.
+    equally and leaves out groups of one. Rewards and scores that are not there yet (a reward model gives them later)
+    are left out.
 
     Args:
         trajectories: all samples of the rollout.
@@ -48,7 +48,6 @@ def rollout_metrics(
     rewarded = [t for t in trajectories if t.reward is not None]
     if rewarded:
         metrics.update(_reward_metrics(rewarded))
-    metrics.update(_extra_log_means(trajectories))
     return metrics
 
 
@@ -68,7 +67,8 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _extra_log_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def extra_log_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What rewards and agents want logged, averaged over the samples that have it."""
     columns: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.extra_logs.items():

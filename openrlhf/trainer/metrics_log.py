@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 KINDS = ("train", "eval")
+RESERVED = ("kind", "step", "global_step", "time")
+"""Names of a line's own."""
 _WANDB_START_SECONDS = 60
 
 
@@ -40,8 +42,11 @@ class MetricsLogger:
         self._tensorboard = _open_tensorboard(cfg, self._run_name)
         self._wandb = _open_wandb(cfg, self._run_name, folder)
         self._samples: list[list[Any]] = []
+        self._told: set[str] = set()
 
-    def log(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+    def log(
+        self, kind: str, step: int, metrics: Mapping[str, float], extra_logs: Mapping[str, float] | None = None
+    ) -> None:
         """Log the metrics of a step.
 
         Every call is a line of the file; TensorBoard and W&B get evaluations, and every
@@ -51,10 +56,13 @@ class MetricsLogger:
             kind: ``train`` or ``eval``.
             step: global step.
             metrics: finite or not; JSON has null for what is not.
+            extra_logs: what code of the user's adds under names of its choice; one that is taken becomes
+                ``extra/<name>``, with a warning.
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        values = {name: float(value) for name, value in metrics.items()}
+        extra = self._under_free_names(extra_logs or {}, metrics)
+        values = {name: float(value) for name, value in (*extra.items(), *metrics.items())}
         plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}) + "\n")
         if kind == "train" and step % self._every:
@@ -65,6 +73,13 @@ class MetricsLogger:
         if self._wandb is not None:
             named = {f"{kind}/{name}": value for name, value in values.items()}
             self._send({**named, f"{kind}/global_step": step})
+
+    def _under_free_names(self, extra: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        taken = {name for name in extra if name in metrics or name in RESERVED}
+        for name in sorted(taken - self._told):
+            logger.warning("the extra log %r has the name of a metric, and is logged as extra/%s", name, name)
+        self._told |= taken
+        return {f"extra/{name}" if name in taken else name: value for name, value in extra.items()}
 
     def log_text(self, step: int, text: str, reward: float) -> None:
         """Log a generated sample: a row of the W&B table ``train/generated_samples``, text in TensorBoard."""

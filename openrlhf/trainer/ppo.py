@@ -26,6 +26,7 @@ from openrlhf.rollout.filters import (
     PromptRefill,
 )
 from openrlhf.rollout.hooks import BufferFilter
+from openrlhf.rollout.metrics import extra_log_means
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.evaluation import Evaluator
@@ -132,7 +133,8 @@ class PPOTrainer:
                 self.console.say(f"{sum(collected.lost.values())} samples were lost, the last: {collected.last_loss}")
             metrics.update(self._train_on(collected.groups))
             self.global_step += 1
-            self._after_update(metrics)
+            trained = [trajectory for group in collected.groups for trajectory in group.trajectories]
+            self._after_update(metrics, extra_log_means(trained))
         self._save_final()
 
     def _pass_over(self, collected: CollectedGroups) -> None:
@@ -146,7 +148,7 @@ class PPOTrainer:
         done = 0 < self.cfg.max_steps <= self.global_step
         return done or (self.stream.remaining <= 0 and len(self.buffer) == 0)
 
-    def _after_update(self, metrics: dict[str, float]) -> None:
+    def _after_update(self, metrics: dict[str, float], extra_logs: dict[str, float]) -> None:
         """Sync, log, checkpoint and evaluate, in the order that leaves nothing behind when one of them fails."""
         due = self.cfg.save_steps > 0 and self.global_step % self.cfg.save_steps == 0
         if due:
@@ -163,7 +165,7 @@ class PPOTrainer:
                 "timing/step_total": sum(seconds.values()),
             }
         )
-        self.logger.log("train", self.global_step, metrics)
+        self.logger.log("train", self.global_step, metrics, extra_logs)
         figures = {name: metrics[name] for name in SUMMARY if name in metrics}
         self.console.step_line(self.global_step, self.total_rollouts, figures)
         if metrics.get(CUTS, 0.0) > 0:

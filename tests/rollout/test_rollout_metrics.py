@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openrlhf.rollout.metrics import best_of, eval_metrics, majority_reward, rollout_metrics
+from openrlhf.rollout.metrics import best_of, eval_metrics, extra_log_means, majority_reward, rollout_metrics
 from openrlhf.rollout.trajectory import Trajectory
 
 figures = functools.partial(rollout_metrics, max_new_tokens=8, max_len=64)
@@ -33,10 +33,10 @@ def sample(group: int, reward: float | None, *, actions: int = 2, prompt: int = 
 
 
 def test_every_sample_counts_once() -> None:
-    long = sample(1, 0.0, actions=8, truncated=True, finish_reason="length", extra_logs={"a": 4.0})
+    long = sample(1, 0.0, actions=8, truncated=True, finish_reason="length")
     metrics = figures(
         [
-            sample(0, 1.0, score=0.5, extra_logs={"a": 1.0, "b": 7.0}),
+            sample(0, 1.0, score=0.5),
             sample(0, 0.0, score=0.5),
             long,
             sample(1, 3.0, score=0.5),
@@ -57,10 +57,15 @@ def test_every_sample_counts_once() -> None:
             "rollout/response_length_max": 8.0,
             "rollout/truncated_rate": 0.25,
             "rollout/num_samples": 4.0,
-            "a": 2.5,
-            "b": 7.0,
         }
     )
+
+
+def test_extra_logs_are_averaged_over_the_samples_that_have_them() -> None:
+    logs: tuple[dict[str, float], ...] = ({"a": 1.0, "b": 7.0}, {}, {"a": 4.0, "reward": 9.0})
+    samples = [sample(0, 0.0, extra_logs=own) for own in logs]
+    assert extra_log_means(samples) == {"a": 2.5, "b": 7.0, "reward": 9.0}
+    assert figures(samples)["reward"] == 0.0
 
 
 def test_the_clip_ratio_counts_what_a_limit_has_cut() -> None:

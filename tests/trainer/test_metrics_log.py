@@ -35,6 +35,25 @@ def test_file_has_every_step_and_survives_a_restart(tmp_path: Path) -> None:
     ]
 
 
+def test_extra_logs_replace_no_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = MetricsLogger(SFTConfig(), tmp_path)
+    for step in (1, 2):
+        logger.log("train", step, {"kl": 0.05}, {"kl": 30.0, "step": 9.0, "length": 4.0})
+    logger.close()
+    for step, line in enumerate(lines(tmp_path), 1):
+        assert (line["kl"], line["extra/kl"], line["step"], line["extra/step"], line["length"]) == (
+            0.05,
+            30,
+            step,
+            9,
+            4,
+        )
+        assert "extra/length" not in line
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the extra log '{name}' has the name of a metric, and is logged as extra/{name}" for name in ("kl", "step")
+    ]
+
+
 def test_lines_are_there_before_the_logger_is_closed(tmp_path: Path) -> None:
     logger = MetricsLogger(SFTConfig(), tmp_path)
     logger.log("eval", 1, {"eval gpt_loss": 2.0})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_run
 from scripted_run import Policy, Pool, config, rows, trainer_arguments
 
+from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.order import epoch_permutation
 from openrlhf.rollout.errors import NoLearnableGroups
@@ -46,6 +49,27 @@ def test_a_run_that_has_nothing_to_learn_from_the_start_is_an_error(tmp_path: Pa
     trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), Policy(), rows(("z", ""))))
     with pytest.raises(NoLearnableGroups, match="the data ran out"):
         trainer.fit()
+
+
+def test_extra_logs_replace_no_metric_and_do_not_steer_the_kl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+        return {
+            "rewards": [0.5] * len(queries),
+            "extra_logs": {"kl": 30, "reward": 7, "sync/logprob_diff_max": 2, "a": 4},
+        }
+
+    monkeypatch.setattr(scripted_run, "reward_func", reward_func)
+    flags = {"init_kl_coef": 0.1, "kl_target": 0.05, "kl_horizon": 100, "advantage_estimator": "reinforce"}
+    cfg, policy = config(tmp_path, use_kl_loss=True, max_steps=1, **flags), Policy()
+    policy.answers["train"] = MetricSum()
+    policy.answers["train"].add("kl", 0.05, 1.0, STEP)
+    trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), policy, rows(("q", ""), ("q", ""))))
+    trainer.fit()
+    assert trainer.kl.value == 0.1
+    line = json.loads((Path(cfg.run_folder) / "metrics.jsonl").read_text().splitlines()[0])
+    expected = {"kl": 0.05, "reward": 0.5, "sync/logprob_diff_max": 0.0, "a": 4.0}
+    clashes = {"extra/kl": 30.0, "extra/reward": 7.0, "extra/sync/logprob_diff_max": 2.0}
+    assert {name: line[name] for name in expected | clashes} == expected | clashes
 
 
 class Saves(Policy):
