@@ -46,4 +46,4 @@ class AgentExecutor(MultiTurnAgentExecutor):
     """What --agent_func_path looks for."""
 
     def __init__(self):
-        super().__init__(AgentInstance)
+        super().__init__(AgentInstance, max_turn_tokens=16)  # an answer is a number

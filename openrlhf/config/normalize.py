@@ -284,6 +284,11 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         note = f"--loss_agg_mode is seq-mean-token-mean: {cfg.policy_loss_type} weights sequences equally"
         told = note if "loss_agg_mode" in changer.explicit else ""
         changer.set("loss_agg_mode", "seq-mean-token-mean", f"--policy_loss_type {cfg.policy_loss_type}", told)
+    if cfg.agent_func_path and estimator in ("gae", "reinforce"):
+        changer.note(
+            f"--agent_func_path with {estimator}: the reward of each turn counts at its end; OpenRLHF counts the sum "
+            "at the end of the episode, as happens here if only the last turn gives a reward"
+        )
     if cfg.freezing_actor_steps >= 0 and estimator != "gae":
         changer.note(
             f"--freezing_actor_steps {cfg.freezing_actor_steps}: nothing is trained in these steps, "

@@ -100,7 +100,10 @@ class SamplingOptions(OptionGroup):
         None, "ids of tokens that end a response besides the model's end-of-sequence tokens", since="new"
     )
     max_new_tokens: int | None = flag(
-        None, "tokens of a response; what max_len leaves after the prompt if not given", "rollout.max_new_tokens"
+        None,
+        "tokens of a response, what max_len leaves after the prompt if not given; turns of an agent may use all that "
+        "max_len leaves",
+        "rollout.max_new_tokens",
     )
     generate_max_len: int | None = flag(None, "older name of max_new_tokens", since="old")
 

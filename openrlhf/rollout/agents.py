@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from openrlhf.rollout.agent_engine import AgentSamplingParams
 from openrlhf.rollout.errors import AgentError
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.rewards import RewardClient, RewardRequest, RewardResult, make_reward_source
@@ -82,7 +83,7 @@ class AgentInstanceBase(ABC):
 
         Args:
             state_dict: "observation_text" (everything before this turn's action), "action_text", "label",
-                "sampling_params" (changes to it apply from the next turn on).
+                "sampling_params" (its max_tokens is the limit of this turn; changes apply from the next turn on).
 
         Returns:
             A dict with "rewards" (number, array or tensor; summed over the turns), "environment_feedback"
@@ -131,20 +132,25 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     """Alternates between the policy and an environment until the environment says done or the room is used
     up.
 
-    Ids that the policy sampled stay as they are; only the environment's text is encoded. Each turn may have
-    `sampling_params.max_tokens` tokens (unset: whatever room is left), all turns together `max_length`.
+    Ids that the policy sampled stay as they are; only the environment's text is encoded. All turns together may
+    have `max_length` tokens, and a turn all the room that is left. `sampling_params.max_tokens`, as `execute` gets
+    it, is the room that a long first observation leaves.
 
     Args:
         agent_instance_cls: subclass of AgentInstanceBase, constructible without arguments.
+        max_turn_tokens: most tokens of one turn; None sets no limit.
     """
 
-    def __init__(self, agent_instance_cls: type[AgentInstanceBase]) -> None:
+    def __init__(self, agent_instance_cls: type[AgentInstanceBase], max_turn_tokens: int | None = None) -> None:
         if not (inspect.isclass(agent_instance_cls) and issubclass(agent_instance_cls, AgentInstanceBase)):
             raise TypeError(
                 "MultiTurnAgentExecutor needs a subclass of AgentInstanceBase (the class, not an "
                 f"instance), got {agent_instance_cls!r}"
             )
+        if max_turn_tokens is not None and max_turn_tokens < 1:
+            raise ValueError(f"max_turn_tokens must be at least 1, or None for no limit; got {max_turn_tokens}")
         self.agent_instance_cls = agent_instance_cls
+        self.max_turn_tokens = max_turn_tokens
 
     async def execute(
         self,
@@ -162,12 +168,14 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         text = await self._first_observation(agent, prompt, label, where)
         ids, placed = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         episode = _Episode(ids, text, [0.0] * len(ids) if sampling_params.logprobs is not None else None, images=placed)
+        sampling_params.max_tokens = None
         done = False
         while not done:
             room = max_length - len(episode.ids)
             if room <= 0:
                 episode.truncated = True
                 break
+            sampling_params.max_tokens = self._turn_limit(sampling_params, room)
             action_text = await _sample_turn(episode, room, sampling_params, llm_engine)
             state = {
                 "observation_text": episode.text,
@@ -189,6 +197,11 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             "scores": episode.total_reward if episode.score is None else episode.score,
             "step_rewards": episode.step_rewards,
         }
+
+    def _turn_limit(self, sampling_params: Any, room: int) -> int:
+        # A SamplingParams of vLLM's own that an agent made has max_tokens 16 where nobody asked for a limit.
+        asked = sampling_params.max_tokens if isinstance(sampling_params, AgentSamplingParams) else None
+        return min([room, *(limit for limit in (asked, self.max_turn_tokens) if limit is not None)])
 
     async def _new_instance(self) -> AgentInstanceBase:
         cls = self.agent_instance_cls

@@ -86,7 +86,8 @@ class EpisodeSpec:
     """What all episodes of a rollout have in common.
 
     Attributes:
-        sampling: options for every sample; `max_tokens` limits one response, or one turn of an agent.
+        sampling: options for every sample; `max_tokens` limits one response; of a multi-turn agent it is the
+            room that a long prompt leaves.
         max_length: limit of prompt + everything after it, in tokens.
         tokenizer: for the text that rewards and agents see.
         eos_token_ids: every id that ends a sequence; None = the tokenizer's own.

@@ -217,6 +217,13 @@ class TestAlgorithm:
         notes = changed("seed", *flags.split())[2]
         assert (note in notes) if note else notes == ""
 
+    @pytest.mark.parametrize(("estimator", "told"), [("gae", True), ("reinforce", True), ("rloo", False)])
+    def test_where_rewards_of_turns_count(self, tmp_path: Path, estimator: str, told: bool) -> None:
+        agent = write(tmp_path / "agent.py", "")
+        flags = f"--remote_rm_url= --agent_func_path {agent} --advantage_estimator {estimator} --n_samples_per_prompt 2"
+        notes = changed("seed", *flags.split())[2]
+        assert (f"with {estimator}: the reward of each turn counts at its end" in notes) == told
+
 
 class TestOthers:
     def test_templates(self) -> None:

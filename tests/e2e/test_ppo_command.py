@@ -209,7 +209,7 @@ class AgentInstance(AgentInstanceBase):
 
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
-        super().__init__(AgentInstance)
+        super().__init__(AgentInstance, max_turn_tokens=6)
 '''
 
 
@@ -225,7 +225,7 @@ def select(args, groups, count):
 '''
 
 
-def test_a_multi_turn_agent_written_for_0_9_trains(tmp_path: Path) -> None:
+def test_a_multi_turn_agent_trains(tmp_path: Path) -> None:
     """REINFORCE++ with an agent: two turns an episode, KL in the reward, a LoRA adapter under ZeRO-3.
 
     The model is a mixture of experts, whose files have other weights than the class of transformers; the adapter is on

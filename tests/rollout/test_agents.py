@@ -83,7 +83,6 @@ def test_sampled_ids_are_never_encoded_again() -> None:
     assert [s["observation_text"] for s in cls.seen] == ["q", "qabc"]
     assert [s["action_text"] for s in cls.seen] == ["ab", "b"]
     assert all(s["label"] == "gold" for s in cls.seen)
-    assert all(s["sampling_params"].max_tokens is None for s in cls.seen)
 
 
 def test_feedback_goes_on_without_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +139,54 @@ def test_the_episode_stays_within_max_length() -> None:
     assert trajectory.truncated and trajectory.reward == 0.5
 
 
-def test_max_tokens_limits_each_turn() -> None:
-    executor, _ = scripted(step(0.0, "c"), step(1.0, done=True))
+def test_turns_have_all_the_room_and_max_tokens_only_reserves_some_for_the_first() -> None:
+    """As in OpenRLHF: 63 and 58 tokens for two turns, of which the first wrote 4 and was answered with 1."""
+
+    class Looking(AgentInstanceBase):
+        seen: list[int] = []
+
+        async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            self.seen.append(state_dict["sampling_params"].max_tokens)
+            return step(1.0, "b", len(self.seen) == 2)
+
+    engine = ScriptedEngine(lambda ids, sampling: ([A] * 4, "stop"))
+    one(MultiTurnAgentExecutor(Looking), engine, sampling=SamplingParams(max_tokens=4), max_length=64)
+    assert [s.max_tokens for s in engine.sampling] == Looking.seen == [63, 58]
+
+
+def test_an_executor_may_limit_its_turns() -> None:
+    _, cls = scripted(step(0.0, "c"), step(1.0), step(1.0, done=True))
     engine = ScriptedEngine(lambda ids, sampling: ([A] * 9, "length"))
-    trajectory = one(executor, engine, sampling=SamplingParams(max_tokens=3), max_length=8)
-    assert [s.max_tokens for s in engine.sampling] == [3, 3]
-    assert trajectory.response_length == 6 and trajectory.total_length == 8
+    trajectory = one(MultiTurnAgentExecutor(cls, max_turn_tokens=3), engine, max_length=9)
+    assert [s.max_tokens for s in engine.sampling] == [3, 3, 1]
+    assert trajectory.response_length == 7 and trajectory.total_length == 9
+    with pytest.raises(ValueError, match="max_turn_tokens must be at least 1"):
+        MultiTurnAgentExecutor(cls, max_turn_tokens=0)
+
+
+def test_an_agent_may_limit_its_next_turns() -> None:
+    class Limiting(AgentInstanceBase):
+        def __init__(self) -> None:
+            self.limits: list[int | None] = [2, 5, None]
+
+        async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            if not self.limits:
+                return step(1.0, done=True)
+            params = state_dict["sampling_params"].clone()
+            params.max_tokens = self.limits.pop(0)
+            return step(0.0, sampling_params=params)
+
+    engine = ScriptedEngine(lambda ids, sampling: ([A], "stop"))
+    one(MultiTurnAgentExecutor(Limiting), engine, max_length=20)
+    assert [s.max_tokens for s in engine.sampling] == [19, 2, 5, 16]
+
+
+def test_options_that_an_agent_made_with_vllm_set_no_limit_by_themselves() -> None:
+    vllm = pytest.importorskip("vllm")
+    executor, _ = scripted(step(sampling_params=vllm.SamplingParams(temperature=0.5)), step(done=True))
+    engine = ScriptedEngine(lambda ids, sampling: ([A], "stop"))
+    one(executor, engine, max_length=64)
+    assert [(s.temperature, s.max_tokens) for s in engine.sampling] == [(1.0, 63), (0.5, 62)]
 
 
 def test_the_last_feedback_is_kept_but_not_trained_on() -> None:
