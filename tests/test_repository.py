@@ -12,6 +12,7 @@ import pytest
 from documented_commands import DocumentedCommand, documented_commands, marked_blocks, pages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from setuptools import find_packages
 
 from openrlhf.cli.main import command_names
 from openrlhf.config import COMMANDS, parse
@@ -60,6 +61,13 @@ def test_entry_points_lead_somewhere() -> None:
     (plugin,) = entry_points(group="vllm.general_plugins", name="openrlhf_weight_sync")
     assert callable(script.load())
     assert callable(plugin.load())
+
+
+def test_every_module_gets_installed() -> None:
+    found = set(find_packages(str(ROOT), include=["openrlhf", "openrlhf.*"]))
+    folders = {path.parent.relative_to(ROOT) for path in tracked_files() if path.suffix == ".py"}
+    modules = {".".join(folder.parts) for folder in folders if folder.parts[:1] == ("openrlhf",)}
+    assert "openrlhf.cli" in modules and modules <= found
 
 
 def test_every_declared_command_exists() -> None:
