@@ -67,9 +67,8 @@ LIMITS: dict[str, Limit] = {
             "train_batch_size micro_train_batch_size max_epochs max_samples max_len logging_steps "
             "max_ckpt_num gradient_checkpointing_every zpg "
             "ds_tensor_parallel_size ring_attn_size ring_head_stride lora_alpha "
-            "muon_ns_steps actor_num_nodes actor_num_gpus_per_node critic_num_nodes critic_num_gpus_per_node "
-            "ref_num_nodes ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node "
-            "vllm_num_engines vllm_tensor_parallel_size vllm_max_num_seqs vllm_max_num_batched_tokens "
+            "muon_ns_steps actor_num_nodes actor_num_gpus_per_node vllm_num_engines "
+            "vllm_tensor_parallel_size vllm_max_num_seqs vllm_max_num_batched_tokens "
             "n_samples_per_prompt max_new_tokens generate_max_len prompt_max_len num_episodes "
             "rollout_batch_size vllm_generate_batch_size micro_rollout_batch_size train_max_tokens_per_gpu "
             "rollout_max_tokens_per_gpu async_queue_size dynamic_filtering_max_rounds "
@@ -92,7 +91,8 @@ LIMITS: dict[str, Limit] = {
             "l2 critic_l2 max_norm critic_max_norm aux_loss_coef lora_rank dataloader_num_workers "
             "init_kl_coef nll_loss_coef desirable_loss_weight undesirable_loss_weight "
             "eval_temperature overlong_penalty_factor max_images_per_prompt seed iter "
-            "resume_step consumed_samples"
+            "resume_step consumed_samples critic_num_nodes critic_num_gpus_per_node ref_num_nodes "
+            "ref_num_gpus_per_node reward_num_nodes reward_num_gpus_per_node"
         ).split(),
         NOT_NEGATIVE,
     ),

@@ -245,7 +245,7 @@ def _placement(changer: _Changer, cfg: PPOConfig) -> None:
     else:
         if cfg.colocate_actor_ref:
             _same_size(changer, "ref", "actor", "--colocate_actor_ref")
-        if cfg.colocate_critic_reward:
+        if cfg.colocate_critic_reward and cfg.advantage_estimator == "gae":
             _same_size(changer, "reward", "critic", "--colocate_critic_reward")
     gpus, size = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node, cfg.vllm_tensor_parallel_size
     together = cfg.colocate_all_models and not cfg.async_train

@@ -31,6 +31,12 @@ _ARITHMETIC = frozenset(
     ).split()
 )
 
+# Models that a run may do without, whose sizes may then be 0, and why it can't here.
+NEEDED = {
+    "ref": "the reference model is needed: --init_kl_coef is above 0",
+    "critic": "the critic is needed: --advantage_estimator is gae",
+    "reward": "the reward model is needed: --reward_pretrain gives the rewards",
+}
 HOOKS = ("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
 
 
@@ -45,7 +51,9 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     yield from _check_dumps(cfg)
     yield from _check_stops(cfg)
     yield from _check_images(cfg)
-    if not _ARITHMETIC & set(broken):
+    no_devices = list(_check_sizes(cfg))
+    yield from no_devices
+    if not no_devices and not _ARITHMETIC & set(broken):
         yield from _check_lengths(cfg)
         yield from _check_batches(cfg)
         yield from _check_placement(cfg)
@@ -285,6 +293,14 @@ def _check_lengths(cfg: PPOConfig) -> Iterator[Violation]:
         yield Violation("overlong_buffer_len", problem, f"use {limit} or less")
 
 
+def _check_sizes(cfg: PPOConfig) -> Iterator[Violation]:
+    roles = gpus_per_role(cfg)[0]
+    for role, reason in NEEDED.items():
+        for part, size in zip(("num_nodes", "num_gpus_per_node"), _size(cfg, role), strict=True):
+            if size == 0 and role in roles:
+                yield Violation(f"{role}_{part}", f"is 0, but {reason}", "must be 1 or more")
+
+
 def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
     world = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
     model_size = data_copies(cfg)
@@ -326,11 +342,9 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
 
 
 def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
-    has_ref, has_critic = cfg.init_kl_coef > 0, cfg.advantage_estimator == "gae"
-    has_reward = bool(cfg.reward_pretrain) and not (cfg.remote_rm_url or cfg.agent_func_path)
+    roles = gpus_per_role(cfg)[0]
     if cfg.colocate_all_models:
-        flag, roles = ("colocate_all_models", [("ref", has_ref), ("critic", has_critic), ("reward", has_reward)])
-        pairs = [(role, "actor") for role, exists in roles if exists]
+        flag, pairs = "colocate_all_models", [(role, "actor") for role in NEEDED if role in roles]
         engine_gpus = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
         actor_gpus = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
         together = not (cfg.async_train or cfg.load_rollouts or cfg.rollout_only)
@@ -343,8 +357,8 @@ def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
                 "make the two equal",
             )
     else:
-        flag, pairs = "colocate_actor_ref", [("ref", "actor")] if cfg.colocate_actor_ref and has_ref else []
-        if cfg.colocate_critic_reward and has_critic and has_reward:
+        flag, pairs = "colocate_actor_ref", [("ref", "actor")] if cfg.colocate_actor_ref and "ref" in roles else []
+        if cfg.colocate_critic_reward and {"critic", "reward"} <= roles.keys():
             pairs = [*pairs, ("reward", "critic")]
     for role, leader in pairs:
         mine, theirs = _size(cfg, role), _size(cfg, leader)

@@ -319,6 +319,30 @@ class TestBatches:
         monkeypatch.setenv("WORLD_SIZE", "3")
         assert not violations(command, *flags)
 
+    @pytest.mark.parametrize(
+        ("role", "needed", "without"),
+        [
+            ("ref", "--init_kl_coef 0.1", "--init_kl_coef 0"),
+            ("critic", "--advantage_estimator gae", "--advantage_estimator reinforce"),
+            ("reward", "--remote_rm_url= --reward_pretrain org/rm", ""),
+            ("reward", "--remote_rm_url= --reward_pretrain org/rm", "--rollout_only --dump_rollouts none_yet"),
+        ],
+    )
+    def test_no_gpus_for_models_that_are_not_there(self, role: str, needed: str, without: str) -> None:
+        for flag in (f"{role}_num_nodes", f"{role}_num_gpus_per_node"):
+            for more in ("", "--colocate_actor_ref --colocate_critic_reward"):
+                assert not violations(PPO, f"--{flag}", "0", *without.split(), *more.split())
+                found = violations(PPO, f"--{flag}", "0", *needed.split(), *more.split())
+                assert set(found) == {flag} and "is 0, but the" in found[flag]
+                assert needed.split()[-2] in found[flag] and "must be 1 or more" in found[flag]
+            assert "must be 0 or more" in violations(PPO, f"--{flag}", "-1")[flag]
+
+    def test_a_reward_model_shares_with_a_critic_that_is_there(self) -> None:
+        flags = "--remote_rm_url= --reward_pretrain org/rm --colocate_critic_reward --critic_num_gpus_per_node".split()
+        assert parsed(PPO, *flags, "2").config.reward_num_gpus_per_node == 2
+        result = parsed(PPO, *flags, "0", "--advantage_estimator", "reinforce")
+        assert not result.violations and result.config.reward_num_gpus_per_node == 8
+
     def test_all_at_once_with_other_problems(self) -> None:
         found = violations("train_sft", "--train_batch_size", "9", "--multiturn", "--zero_stage", "5")
         assert set(found) == {"train_batch_size", "multiturn", "zero_stage"}
