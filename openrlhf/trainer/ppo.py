@@ -52,7 +52,7 @@ from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import WeightCheck
 from openrlhf.workers.checkpoint_files import nothing_to_resume
-from openrlhf.workers.group import WorkerGroup
+from openrlhf.workers.group import PendingCall, WorkerGroup
 from openrlhf.workers.messages import CUTS
 
 SUMMARY = ("reward", "response_length", "kl", "policy_loss", "critic_loss")
@@ -287,9 +287,8 @@ class PPOTrainer:
             name: forward_batches(sequences, data_parallel_size(cfg, len(group)), cfg, images)
             for name, group in wanted.items()
         }
-        calls = {name: group.submit("forward", per_rank=batches[name]) for name, group in wanted.items()}
-        for name, call in calls.items():
-            outputs = call.result(cfg.rollout_timeout)
+        calls = [group.submit("forward", per_rank=batches[name]) for name, group in wanted.items()]
+        for name, outputs in zip(wanted, PendingCall.results(calls, cfg.rollout_timeout), strict=True):
             experience.columns[name] = token_outputs(batches[name], outputs, len(experience))
 
     def _optimize(self, experience: Experience, plan: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -305,7 +304,8 @@ class PPOTrainer:
             ranks = data_parallel_size(cfg, len(system.critic))
             steps = step_batches(experience, plan, ranks, cfg, VALUE_COLUMNS, 0.0)
             calls.append(system.critic.submit("train", per_rank=steps))
-        parts: list[MetricSum] = list(itertools.chain.from_iterable(call.result(cfg.rollout_timeout) for call in calls))
+        answers = PendingCall.results(calls, cfg.rollout_timeout)
+        parts: list[MetricSum] = list(itertools.chain.from_iterable(answers))
         return _with_effective_sample_size(MetricSum.merged(parts).values())
 
     def _rollout_figures(self, experience: Experience, summary: RolloutSummary) -> dict[str, float]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import ray
@@ -191,13 +191,13 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, log_dir: Path, report: Rep
         loading.extend(form_groups(list(groups.values()), left()))
         if device == "GPU" and cfg.colocate_all_models and not cfg.async_train:
             # vLLM sizes its cache by what is free while it starts, so nobody else may take memory then.
-            _wait(loading, left)
+            PendingCall.results(loading, left())
             report(f"Engines ready after {cfg.start_timeout - left():.0f} s")
             if cfg.vllm_enable_sleep:
                 engines.sleep()
             loading = []
         loading.extend(group.submit("load", cfg, actor_steps) for group in groups.values())
-        _wait(loading, left)
+        PendingCall.results(loading, left())
         report(f"Models and engines ready after {cfg.start_timeout - left():.0f} s")
         system = PPOSystem(
             cfg,
@@ -211,10 +211,9 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, log_dir: Path, report: Rep
         if len(engines.group) > 0 and len(system.actor) > 0:
             system.actor.call(
                 "connect_engines",
-                engines.group.handles,
+                engines.group,
                 transport,
                 engines.workers_per_engine,
-                cfg.rollout_timeout,
                 timeout=left(),
             )
         return system
@@ -223,8 +222,3 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, log_dir: Path, report: Rep
             group.kill()
         cluster.remove()
         raise
-
-
-def _wait(pending: list[PendingCall], left: Callable[[], float]) -> list[Any]:
-    """Wait for several calls at once, so that the first failure among them is the one that is reported."""
-    return PendingCall.together(pending).result(left())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from openrlhf.config import PPOConfig
-from openrlhf.workers.group import WorkerGroup
+from openrlhf.workers.group import PendingCall, WorkerGroup
 
 GIB = 2.0**30
 ENGINE_WORKSPACE = 3 * GIB
@@ -70,7 +70,7 @@ class SharedMemory:
     def _ask(self, method: str) -> list[Any]:
         """Every process of every model at once."""
         calls = [group.submit(method) for group in self._groups]
-        return [answer for call in calls for answer in call.result(self._cfg.rollout_timeout)]
+        return [answer for answers in PendingCall.results(calls, self._cfg.rollout_timeout) for answer in answers]
 
 
 def engine_room(cfg: PPOConfig, total: int, weights: int) -> float:

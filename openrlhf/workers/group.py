@@ -44,10 +44,15 @@ class PendingCall:
         self._copies = copies
 
     @classmethod
-    def together(cls, pending: Sequence[PendingCall]) -> PendingCall:
-        """Several calls as one, to wait for all and hear of the first failure of any."""
+    def results(cls, pending: Sequence[PendingCall], timeout: float) -> list[list[Any]]:
+        """The answers of several calls, a list each; the first failure of any is raised at once, as in :meth:`result`.
+
+        Raises:
+            WorkerError: a member failed, died, or did not answer within ``timeout`` seconds.
+        """
         calls = {call: member for one in pending for call, member in one._calls.items()}
-        return cls(" / ".join(dict.fromkeys(one._method for one in pending)), calls)
+        answers = cls(" / ".join(dict.fromkeys(one._method for one in pending)), calls)._wait(timeout)
+        return [one._pick(answers) for one in pending]
 
     def result(self, timeout: float) -> list[Any]:
         """The members' answers, in their order.
@@ -57,6 +62,12 @@ class PendingCall:
         Raises:
             WorkerError: a member failed, died, or did not answer within ``timeout`` seconds.
         """
+        return self._pick(self._wait(timeout))
+
+    def _pick(self, answers: dict[ray.ObjectRef, Any]) -> list[Any]:
+        return [answers[call] for call in list(self._calls)[:: self._copies]]
+
+    def _wait(self, timeout: float) -> dict[ray.ObjectRef, Any]:
         deadline = time.monotonic() + timeout
         answers: dict[ray.ObjectRef, Any] = {}
         waiting = list(self._calls)
@@ -74,7 +85,7 @@ class PendingCall:
                 )
             for call in done:
                 answers[call] = self._get(call)
-        return [answers[call] for call in list(self._calls)[:: self._copies]]
+        return answers
 
     def _get(self, call: ray.ObjectRef) -> Any:
         member = self._calls[call]

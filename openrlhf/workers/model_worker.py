@@ -21,8 +21,6 @@ from openrlhf.workers.group import Member, PendingCall, WorkerGroup
 from openrlhf.workers.messages import StepBatch
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from openrlhf.algorithms.metrics import MetricSum
     from openrlhf.batching.microbatch import MicroBatch
     from openrlhf.platform import MemoryStats
@@ -234,9 +232,7 @@ class PolicyWorker(TrainedWorker):
 
     # --- weight sync -----------------------------------------------------------------------------------------------
 
-    def connect_engines(
-        self, handles: Sequence[ActorHandle], transport: str, workers_per_engine: int, timeout: float
-    ) -> None:
+    def connect_engines(self, engines: WorkerGroup, transport: str, workers_per_engine: int) -> None:
         """Open the weight transfer to the engines."""
         from openrlhf.engines.weight_sync.sender import open_sender
         from openrlhf.engines.weight_sync.source import TrainerSource
@@ -244,17 +240,15 @@ class PolicyWorker(TrainedWorker):
         self._sender = open_sender(
             transport,
             TrainerSource(self.engine),
-            handles,
+            engines,
             workers_per_engine=workers_per_engine,
             rank=self.rank,
-            timeout=timeout,
         )
 
     def sync_weights(self, version: int) -> float:
         """Send all weights to all engines under this version number; returns the seconds it took."""
         started = time.monotonic()
-        self._sender.client.weight_version = version
-        self._sender.send_weights()
+        self._sender.send(version)
         return time.monotonic() - started
 
     def write_weights(self, folder: str, bucket_bytes: int = 1 << 30) -> None:
@@ -404,8 +398,8 @@ def form_groups(groups: Sequence[WorkerGroup], timeout: float) -> list[PendingCa
     A collective of theirs may take as long as a call of the group.
     """
     # Opened side by side: each first imports torch.
-    stores = PendingCall.together([group.submit_first("open_store") for group in groups]).result(timeout)
+    stores = PendingCall.results([group.submit_first("open_store") for group in groups], timeout)
     return [
         group.submit("join", host, port, timeout, group.timeout)
-        for group, (host, port) in zip(groups, stores, strict=True)
+        for group, [(host, port)] in zip(groups, stores, strict=True)
     ]

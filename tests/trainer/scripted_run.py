@@ -22,7 +22,7 @@ from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.system import PPOSystem
-from openrlhf.workers.group import WorkerError
+from openrlhf.workers.group import PendingCall, WorkerError
 
 TOK = LetterTokenizer()
 
@@ -63,11 +63,14 @@ class Pool:
         return [[0.0] * len(ids)]
 
 
-class _Done:
+class Done(PendingCall):
+    """A call that has its answers already."""
+
     def __init__(self, answers: list[Any]) -> None:
+        super().__init__("scripted", {})
         self._answers = answers
 
-    def result(self, timeout: float) -> list[Any]:
+    def _pick(self, answers: Any) -> list[Any]:
         return self._answers
 
 
@@ -83,14 +86,14 @@ class Policy:
     def __len__(self) -> int:
         return self.ranks
 
-    def submit(self, method: str, *args: Any, per_rank: Any = None) -> _Done:
+    def submit(self, method: str, *args: Any, per_rank: Any = None) -> Done:
         self.calls.append(method)
         answers = dict(self.answers)
         if method == "train":
             self.trained.append(per_rank)
         if method == "probe":
             answers[method] = np.zeros(len(args[0]), dtype=np.float32)
-        return _Done([answers.get(method)] * self.ranks)
+        return Done([answers.get(method)] * self.ranks)
 
     def call(self, method: str, *args: Any, per_rank: Any = None, timeout: float | None = None) -> list[Any]:
         return self.submit(method, *args, per_rank=per_rank).result(0)

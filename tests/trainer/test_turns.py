@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_run import Policy, config
+from scripted_run import Done, Policy, config
 
 from openrlhf.platform import MemoryStats
 from openrlhf.trainer.system import PPOSystem
@@ -30,8 +30,7 @@ class Models:
         self.name, self.gpus, self.size, self.log = name, gpus, size, log
 
     def submit(self, method: str) -> Any:
-        answers = self.call(method)
-        return type("Done", (), {"result": staticmethod(lambda timeout: answers)})()
+        return Done(self.call(method))
 
     def call(self, method: str) -> list[Any]:
         if method in ("offload", "reload"):

@@ -44,7 +44,7 @@ def test_collectives_of_a_role_may_take_as_long_as_its_calls(monkeypatch: pytest
     group = WorkerGroup("actor", [], timeout=3600.0)
     submitted: list[Any] = []
     monkeypatch.setattr(group, "submit_first", lambda method: PendingCall(method, {}))
-    monkeypatch.setattr(PendingCall, "result", lambda self, timeout: [("host", 12)])
+    monkeypatch.setattr(PendingCall, "results", lambda calls, timeout: [[("host", 12)]])
     monkeypatch.setattr(group, "submit", lambda *call: submitted.append(call))
     form_groups([group], 7.0)
     assert submitted == [("join", "host", 12, 7.0, 3600.0)]

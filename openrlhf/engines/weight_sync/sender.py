@@ -1,13 +1,14 @@
-"""Opens the trainer half of a weight transfer, and the control calls that go with it, with deadlines."""
+"""The sending side of a weight transfer: control calls to the engines, and an end when one of them fails."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import Any, TypeVar
 
-import ray
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -18,69 +19,107 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+from openrlhf import platform
 from openrlhf.engines.weight_sync import plugin
 from openrlhf.utils.process import free_port, host_address
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
+from openrlhf.workers.group import WorkerGroup
 
 PACKED_BUFFER_BYTES = 1024 * 1024 * 1024
 """Size of the staging buffer of the CUDA transports; grows with a larger single tensor."""
 
+T = TypeVar("T")
 
-class WeightSyncError(RuntimeError):
-    """A weight transfer failed or did not finish in time; names the step and the engine."""
+REASON_SECONDS = 5.0
+"""A transport may notice sooner that an engine is gone than the call to the engine, which knows why."""
 
 
-@dataclass
 class EngineClient:
-    """vLLM's weight-sync calls, sent to every engine actor at once.
+    """vLLM's weight-sync calls, sent to every engine at once.
 
     Args:
-        handles: the engine actors.
+        engines: the engine actors.
         workers_per_engine: vLLM workers (tensor-parallel ranks) of each.
-        timeout: seconds that one call may take.
+
+    Attributes:
         weight_version: the number of the weights that are sent next.
+        failure: holds the error of the first call that failed, from then on.
     """
 
-    handles: Sequence[ActorHandle]
-    workers_per_engine: int
-    timeout: float
-    weight_version: int = 0
+    def __init__(self, engines: WorkerGroup, workers_per_engine: int) -> None:
+        self._engines = engines
+        self._workers_per_engine = workers_per_engine
+        self.weight_version = 0
+        self.failure: Future[None] = Future()
 
-    def _call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        calls = [getattr(handle, method).remote(*args) for handle, args in zip(self.handles, arguments, strict=True)]
-        pending = {call: index for index, call in enumerate(calls)}
-        done, late = ray.wait(calls, num_returns=len(calls), timeout=self.timeout)
-        for call in done:
-            try:
-                ray.get(call)
-            except ray.exceptions.RayError as error:
-                raise WeightSyncError(f"{method} failed in engine {pending[call]}: {error}") from error
-        if late:
-            names = ", ".join(str(pending[call]) for call in late)
-            raise WeightSyncError(f"{method} did not finish in engine {names} within {self.timeout:g} s")
+    def _call(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> None:
+        try:
+            self._engines.call(method, *args, per_rank=per_rank)
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         requests = []
-        for index in range(len(self.handles)):
+        for index in range(len(self._engines)):
             info = dict(init_info)
             if "rank_offset" in info:
                 # Every engine counts its own workers from 0; the group needs them one after the other.
-                info["rank_offset"] += index * self.workers_per_engine
-            requests.append((WeightTransferInitRequest(init_info=info),))
-        self._call("init_weight_transfer_engine", requests)
+                info["rank_offset"] += index * self._workers_per_engine
+            requests.append(WeightTransferInitRequest(init_info=info))
+        self._call("init_weight_transfer_engine", per_rank=requests)
 
     def start_weight_update(self) -> None:
-        self._call("start_weight_update", [()] * len(self.handles))
+        self._call("start_weight_update")
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
-        request = WeightTransferUpdateRequest(update_info=update_info)
-        self._call("update_weights", [(request,)] * len(self.handles))
+        self._call("update_weights", WeightTransferUpdateRequest(update_info=update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         # vLLM's trainer engines pass no version on.
-        self._call("finish_weight_update", [(self.weight_version,)] * len(self.handles))
+        self._call("finish_weight_update", self.weight_version)
+
+
+def until_failure(work: Callable[[], T], failure: Future[None]) -> T:
+    """Do work in a thread of its own, and leave it there when ``failure`` comes first.
+
+    A broadcast that one of its receivers has left may never end, and nothing can interrupt it: the process must be
+    ended after a failure, which ends the thread, too.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            platform.set_device()  # each thread has its own current device
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="weight transfer", daemon=True).start()
+    ends: list[Future[Any]] = [outcome, failure]
+    wait(ends, return_when=FIRST_COMPLETED)
+    if outcome.done() and outcome.exception() is not None:
+        wait([failure], timeout=REASON_SECONDS)
+    if failure.done():
+        failure.result()
+    return outcome.result()
+
+
+class WeightSender:
+    """An actor rank's half of the weight transfer. All ranks send together; rank 0 meets the engines' workers."""
+
+    def __init__(self, engine: TrainerWeightTransferEngine[Any], client: EngineClient) -> None:
+        self._engine = engine
+        self._client = client
+
+    def send(self, version: int) -> None:
+        """Send all weights to all engines under this version number.
+
+        Raises:
+            WorkerError: an engine failed or did not answer in time. No transfer is possible afterwards.
+        """
+        self._client.weight_version = version
+        until_failure(self._engine.send_weights, self._client.failure)
 
 
 def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: float) -> TrainerInitInfo:
@@ -110,29 +149,23 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
 
 
 def open_sender(
-    transport: str,
-    source: WeightSource,
-    handles: Sequence[ActorHandle],
-    *,
-    workers_per_engine: int,
-    rank: int,
-    timeout: float,
-) -> TrainerWeightTransferEngine[Any]:
-    """Connect this actor rank to the engines. Called by every rank; rank 0 meets the engines' workers.
+    transport: str, source: WeightSource, engines: WorkerGroup, *, workers_per_engine: int, rank: int
+) -> WeightSender:
+    """Connect this actor rank to the engines. Called by every rank.
 
     Args:
         transport: "gloo", "ipc" or "nccl"; the engines were started with the same.
-        source: what is sent at each ``send_weights()``.
-        handles: the engine actors.
+        source: what is sent each time.
+        engines: the engine actors; each call to them may take as long as the group's calls.
         workers_per_engine: vLLM workers of each engine.
         rank: this process's rank among the actor's ranks.
-        timeout: seconds that each call to the engines may take.
 
     Raises:
-        WeightSyncError: an engine failed or did not answer in time.
+        WorkerError: an engine failed or did not answer in time.
     """
     plugin.register()
     largest = max(math.prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata())
-    info = _init_info(transport, rank, len(handles) * workers_per_engine, largest, timeout)
-    client = EngineClient(handles, workers_per_engine, timeout)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    info = _init_info(transport, rank, len(engines) * workers_per_engine, largest, engines.timeout)
+    client = EngineClient(engines, workers_per_engine)
+    connect = partial(WeightTransferTrainerFactory.trainer_init, info, client=client, source=source)
+    return WeightSender(until_failure(connect, client.failure), client)

@@ -1,20 +1,32 @@
-"""Control calls of a weight transfer: deadlines, failures by name, group ranks of several engines."""
+"""The sending side of a weight transfer: deadlines, failures by name and at once, group ranks of several engines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import ray
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+import torch
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, WeightTransferInitRequest
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-from openrlhf.engines.weight_sync.sender import EngineClient, WeightSyncError
+from openrlhf.engines.weight_sync import sender
+from openrlhf.engines.weight_sync.sender import EngineClient, WeightSender, until_failure
+from openrlhf.workers.group import Member, WorkerError, WorkerGroup
 
 
 @ray.remote(num_cpus=0)
 class FakeEngine:
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
     def become(self, mode: str, request: Any) -> None:
+        self.released.set()
+        self.released = threading.Event()
         self.mode = mode
         self.calls: list[Any] = []
 
@@ -25,12 +37,10 @@ class FakeEngine:
         self.calls.append("start")
 
     def update_weights(self, request: Any) -> None:
-        import time
-
         if self.mode == "raise":
             raise RuntimeError("shape mismatch in parameter 3")
         if self.mode == "hang":
-            time.sleep(60)
+            self.released.wait(60)
         self.calls.append(request.update_info)
 
     def finish_weight_update(self, weight_version: int) -> None:
@@ -43,43 +53,113 @@ class FakeEngine:
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[Any]]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    yield [FakeEngine.remote() for _ in range(2)]
+    yield [FakeEngine.options(max_concurrency=2).remote() for _ in range(2)]
     ray.shutdown()
 
 
-def engines(processes: list[Any], *modes: str) -> list[Any]:
+def engines(processes: list[Any], *modes: str, timeout: float = 20) -> WorkerGroup:
     """Engines that answer already, so that the deadlines below measure the calls alone."""
     chosen = processes[: len(modes)]
     # The first request makes each process import vLLM, which takes longer than those deadlines.
     request = WeightTransferInitRequest()
     ray.get([p.become.remote(mode, request) for p, mode in zip(chosen, modes, strict=True)], timeout=300)
-    return chosen
+    return WorkerGroup("engine", [Member(f"engine {i}", p, f"engine-{i}.log") for i, p in enumerate(chosen)], timeout)
 
 
 @pytest.mark.slow
 def test_every_engine_gets_every_call_and_its_own_ranks(processes: list[Any]) -> None:
     chosen = engines(processes, "ok", "ok")
-    client = EngineClient(chosen, workers_per_engine=2, timeout=20)
+    client = EngineClient(chosen, workers_per_engine=2)
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 5})
     client.start_weight_update()
     client.update_weights({"names": ["w"]})
     client.weight_version = 7
     client.finish_weight_update()
-    seen = ray.get([engine.seen.remote() for engine in chosen])
+    seen = chosen.call("seen")
     assert [calls[0]["rank_offset"] for calls in seen] == [1, 3]
     # One sync is three calls an engine, however many parameters there are.
     assert all(calls[1:] == ["start", {"names": ["w"]}, ("finish", 7)] for calls in seen)
+    assert not client.failure.done()
 
 
 @pytest.mark.slow
-def test_a_failing_engine_is_named_with_its_error(processes: list[Any]) -> None:
-    client = EngineClient(engines(processes, "ok", "raise"), workers_per_engine=1, timeout=20)
-    with pytest.raises(WeightSyncError, match=r"(?s)update_weights failed in engine 1.*shape mismatch in parameter 3"):
+@pytest.mark.parametrize("neighbour", ["ok", "hang"])
+def test_a_failing_engine_is_named_with_its_error_at_once(processes: list[Any], neighbour: str) -> None:
+    """Its neighbour may wait for it in a broadcast, and would do so for ever."""
+    chosen = engines(processes, neighbour, "raise")
+    client = EngineClient(chosen, workers_per_engine=1)
+    started = time.monotonic()
+    message = r"(?s)update_weights failed in engine 1.*shape mismatch in parameter 3.*Last lines of engine-1.log"
+    with pytest.raises(WorkerError, match=message) as failed:
         client.update_weights({})
+    assert time.monotonic() - started < 4
+    assert client.failure.exception() is failed.value
 
 
 @pytest.mark.slow
 def test_a_silent_engine_is_named_within_the_limit(processes: list[Any]) -> None:
-    client = EngineClient(engines(processes, "hang", "ok"), workers_per_engine=1, timeout=2)
-    with pytest.raises(WeightSyncError, match="update_weights did not finish in engine 0 within 2 s"):
+    client = EngineClient(engines(processes, "hang", "ok", timeout=2), workers_per_engine=1)
+    with pytest.raises(WorkerError, match=r"update_weights did not finish within 2 s in engine 0\."):
         client.update_weights({})
+
+
+class Source(WeightSource):
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta("w", torch.float32, (2,))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.ones(2)
+
+
+class FailingClient(EngineClient):
+    """Its engines fail a moment after the broadcast has begun."""
+
+    def __init__(self) -> None:
+        super().__init__(WorkerGroup("engine", [], 60), 1)
+
+    def _call(self, method: str, *args: Any, per_rank: Any = None) -> None:
+        if method == "update_weights":
+            time.sleep(0.3)
+            error = WorkerError("update_weights failed in engine 0: CUDA out of memory")
+            self.failure.set_exception(error)
+            raise error
+
+
+class Nccl(NCCLTrainerWeightTransferEngine):
+    """vLLM's own order of steps, around a broadcast whose end is the test's."""
+
+    def __init__(self, client: EngineClient, broadcast: Callable[[], None]) -> None:
+        super().__init__(client=client, source=Source())
+        self._do_broadcast = broadcast
+
+    def _broadcast(self, source: Any, meta: Any) -> None:
+        self._do_broadcast()
+
+    @staticmethod
+    def _post_send_sync() -> None:
+        """Asks for a GPU."""
+
+
+def _broken() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("how", ["hangs", "breaks"])
+def test_the_error_of_an_engine_ends_a_broadcast_that_can_not(how: str) -> None:
+    release = threading.Event()
+    client = FailingClient()
+    started = time.monotonic()
+    try:
+        broadcast = _broken if how == "breaks" else release.wait
+        with pytest.raises(WorkerError, match="engine 0: CUDA out of memory"):
+            WeightSender(Nccl(client, broadcast), client).send(3)  # type: ignore[arg-type]
+        assert time.monotonic() - started < 2
+    finally:
+        release.set()
+
+
+def test_an_error_of_the_trainer_itself_and_a_result_come_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "REASON_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        until_failure(_broken, Future())
+    assert until_failure(lambda: threading.current_thread().daemon, Future()) is True

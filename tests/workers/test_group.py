@@ -1,0 +1,60 @@
+"""Waiting for several processes: their answers in order, and the first failure of any at once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from openrlhf.workers import group
+from openrlhf.workers.group import Member, PendingCall, WorkerError
+
+FOREVER = object()
+
+
+def pending(method: str, outcomes: list[Any], monkeypatch: pytest.MonkeyPatch, copies: int = 1) -> PendingCall:
+    """A call whose members answer, fail, or never do either."""
+    refs = {f"{method}-{i}": outcome for i, outcome in enumerate(outcomes)}
+    known: dict[str, Any] = getattr(group.ray, "outcomes", {}) | refs
+
+    def wait(waiting: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        done = [ref for ref in waiting if known[ref] is not FOREVER][:num_returns]
+        if not done:
+            time.sleep(timeout)
+        return done, [ref for ref in waiting if ref not in done]
+
+    def get(ref: str) -> Any:
+        if isinstance(known[ref], Exception):
+            raise known[ref]
+        return known[ref]
+
+    for name, value in {"outcomes": known, "wait": wait, "get": get}.items():
+        monkeypatch.setattr(group.ray, name, value, raising=False)
+    members: dict[Any, Member] = {ref: Member(ref.replace("-", " rank "), None, "missing.log") for ref in refs}
+    return PendingCall(method, members, copies)
+
+
+def test_answers_of_several_calls_are_a_list_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [pending("forward", [1, 1, 2, 2], monkeypatch, copies=2), pending("load", ["a", "b"], monkeypatch)]
+    assert PendingCall.results(calls, 5.0) == [[1, 2], ["a", "b"]]
+    assert [call.result(5.0) for call in calls] == [[1, 2], ["a", "b"]]
+    assert PendingCall.results([], 5.0) == []
+
+
+def test_a_failure_is_not_kept_waiting_by_a_call_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RayTaskError("train", "traceback", ValueError("loss is NaN"))
+    calls = [pending("actor", [FOREVER], monkeypatch), pending("critic", [3, error], monkeypatch)]
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"failed in critic rank 1: ValueError: loss is NaN"):
+        PendingCall.results(calls, 30.0)
+    assert time.monotonic() - started < 1
+
+
+def test_calls_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [pending(name, [FOREVER], monkeypatch) for name in ("load", "start")]
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=r"load / start did not finish within 0.2 s in load rank 0, start rank 0"):
+        PendingCall.results(calls, 0.2)
+    assert time.monotonic() - started < 0.4
