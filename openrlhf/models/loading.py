@@ -6,6 +6,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import math
 import os
 import re
 import sys
@@ -111,7 +112,12 @@ def check_model_folder(path: str) -> None:
         raise ModelLoadError(f"model folder {path!r} has no weights (model.safetensors); it holds: {files}")
 
 
-def _load_config(path: str) -> PretrainedConfig:
+def load_config(path: str) -> PretrainedConfig:
+    """A model's configuration.
+
+    Raises:
+        ModelLoadError: there is no such model, or its folder is not complete.
+    """
     check_model_folder(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=True)
@@ -128,7 +134,31 @@ def vocabulary_size(path: str) -> int:
     Raises:
         ModelLoadError: there is no such model.
     """
-    return int(_load_config(path).get_text_config().vocab_size)
+    return int(load_config(path).get_text_config().vocab_size)
+
+
+def score_scale(config: PretrainedConfig) -> tuple[float, float] | None:
+    """Mean and standard deviation of a reward model's scores, which train_rm stores; None where it has none."""
+    mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    if mean is None or std is None or not (math.isfinite(mean) and 0 < std < math.inf):
+        return None
+    return float(mean), float(std)
+
+
+def require_score_scale(config: PretrainedConfig) -> tuple[float, float]:
+    """:func:`score_scale`, for ``--normalize_reward``.
+
+    Raises:
+        ModelLoadError: the model has none.
+    """
+    scale = score_scale(config)
+    if scale is None:
+        mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+        raise ModelLoadError(
+            f"--normalize_reward needs `mean` and `std` in {config.name_or_path}/config.json, which has {mean} and "
+            f"{std}. train_rm stores them at its end; leave the flag out for models of other origin"
+        )
+    return scale
 
 
 def _quiet_progress_bars() -> None:
@@ -317,7 +347,7 @@ def load_causal_lm(
         ModelLoadError: the model can't be read, or needs a package that is not installed.
         PackingError: it can't keep packed sequences apart.
     """
-    config = _load_config(path)
+    config = load_config(path)
     vision = is_vision_model(config)
     if vision and opts.use_liger_kernel:
         raise ModelLoadError(f"{path!r} is a vision model, for which there are no Liger kernels; leave them out")
@@ -358,7 +388,7 @@ def load_sequence_regression(
         ModelLoadError: the model can't be read, or has no head and nothing would train one.
         PackingError: it can't keep packed sequences apart.
     """
-    config = _load_config(path)
+    config = load_config(path)
     prefix = getattr(config, "value_head_prefix", None) or head_prefix
     config.value_head_prefix = prefix
     config.num_labels = 1

@@ -17,7 +17,7 @@ from openrlhf.batching import MicroBatch
 from openrlhf.models.attention import sequence_bounds
 from openrlhf.models.checks import base_model
 from openrlhf.models.head import HeadScaling, head_logprobs
-from openrlhf.models.loading import unwrap_hf
+from openrlhf.models.loading import require_score_scale, score_scale, unwrap_hf
 from openrlhf.models.sequence_parallel import ALONE, SequenceRanks, sequence_ranks
 
 
@@ -172,12 +172,21 @@ class PolicyModel(Backbone):
 
 
 class ValueModel(Backbone):
-    """A critic: the value of the state before each token."""
+    """A critic: the value of the state before each token.
+
+    Args:
+        normalize: its values are on the scale of a reward model's normalised scores, if it started from one: like
+            those, with the mean and standard deviation stored in the model's config. Others have no scale yet.
+    """
+
+    def __init__(self, model: nn.Module, packing: bool = True, normalize: bool = False) -> None:
+        super().__init__(model, packing)
+        self.scale = score_scale(self.config) if normalize else None
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """float32 ``[N]``: value at ``t`` is the head's output on the tokens before ``t``; 0 at sequence starts."""
         hidden, _ = self.hidden_states(batch)
-        return self._about_next(batch, _scalar_head(self.model, hidden))
+        return self._about_next(batch, _scalar_head(self.model, hidden, self.scale))
 
 
 class RewardModel(Backbone):
@@ -185,11 +194,14 @@ class RewardModel(Backbone):
 
     Args:
         normalize: subtract the mean and divide by the standard deviation stored in the model's config.
+
+    Raises:
+        ModelLoadError: ``normalize``, and the config has none.
     """
 
     def __init__(self, model: nn.Module, packing: bool = True, normalize: bool = False, aux_loss: bool = False) -> None:
         super().__init__(model, packing, aux_loss)
-        self.normalize = normalize
+        self.scale = require_score_scale(self.config) if normalize else None
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """float32 ``[S]``."""
@@ -198,12 +210,8 @@ class RewardModel(Backbone):
     def outputs(self, batch: MicroBatch) -> ScoreOutputs:
         """Scores, and the router loss if it was asked for."""
         hidden, outputs = self.hidden_states(batch)
-        every = self.ranks.gather(_scalar_head(self.model, hidden), batch.num_tokens)
+        every = self.ranks.gather(_scalar_head(self.model, hidden, self.scale), batch.num_tokens)
         scores = every[batch.cu_seqlens[1:].long() - 1]
-        if self.normalize:
-            mean, std = getattr(self.config, "mean", None), getattr(self.config, "std", None)
-            if mean is not None and std:
-                scores = (scores - mean) / std
         return ScoreOutputs(scores, self._router_loss(outputs, batch))
 
 
@@ -218,5 +226,7 @@ def share_sequences(model: nn.Module, size: int) -> None:
             part.ranks = sequence_ranks(size, part.config)
 
 
-def _scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
-    return unwrap_hf(model).score(hidden).squeeze(-1)
+def _scalar_head(model: nn.Module, hidden: Tensor, scale: tuple[float, float] | None) -> Tensor:
+    """What the head says about each hidden state; minus the mean and by the standard deviation of ``scale``."""
+    found = unwrap_hf(model).score(hidden).squeeze(-1)
+    return found if scale is None else (found - scale[0]) / scale[1]

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.batching import pack
 from openrlhf.datasets import text as texts
 from openrlhf.models.folder import require_head
-from openrlhf.models.loading import ModelLoadError, load_tokenizer
+from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.logprobs import RewardModel
 from openrlhf.tools.loading import LoadSettings, load_for_inference
 
@@ -62,12 +62,6 @@ class RewardScorer:
         tokenizer = load_tokenizer(path, use_fast=use_fast)
         hf_model = load_for_inference(path, settings, is_rm=True, head_prefix=head_prefix)
         model = RewardModel(hf_model, packing=settings.packing_samples, normalize=normalize)
-        mean, std = getattr(model.config, "mean", None), getattr(model.config, "std", None)
-        if normalize and (mean is None or not std):
-            raise ModelLoadError(
-                f"--normalize_reward needs `mean` and `std` in {path}/config.json, which has {mean} and {std}. "
-                "train_rm stores them at its end; leave the flag out for models of other origin"
-            )
         return cls(model.to(device).eval(), tokenizer, max_len)
 
     @property

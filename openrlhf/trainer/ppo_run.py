@@ -22,7 +22,13 @@ from openrlhf.engines.rollouts import (
     reward_urls,
 )
 from openrlhf.models.folder import require_head
-from openrlhf.models.loading import check_model_folder, load_tokenizer, vocabulary_size
+from openrlhf.models.loading import (
+    check_model_folder,
+    load_config,
+    load_tokenizer,
+    require_score_scale,
+    vocabulary_size,
+)
 from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.trainer.console import Console
@@ -65,6 +71,8 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
             check_model_folder(path)
     if cfg.reward_pretrain and "reward" in roles_of(cfg):
         require_head(cfg.reward_pretrain, cfg.value_head_prefix)
+        if cfg.normalize_reward:
+            require_score_scale(load_config(cfg.reward_pretrain))
     tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
     placeholder = prompt_images(cfg, tokenizer).placeholder if cfg.max_images_per_prompt else None
     if cfg.freeze_visual_encoder:

@@ -298,11 +298,13 @@ class CriticWorker(TrainedWorker):
         from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
 
         own = critic_options(cfg)
+        # Rewards from elsewhere than a reward model are not normalised.
+        normalize = cfg.normalize_reward and cfg.reward_pretrain is not None
         self.objective = ValueObjective(cfg)
         path = cfg.critic_pretrain or cfg.model_path
         model = load_sequence_regression(path, cfg, head_prefix=cfg.value_head_prefix, init_head=path == cfg.model_path)
         return TrainEngine(
-            ValueModel(model, packing=cfg.packing_samples),
+            ValueModel(model, packing=cfg.packing_samples, normalize=normalize),
             own,
             optimizer=optimizer_spec(own, cfg.critic_learning_rate),
             scheduler=SchedulerSpec(own.lr_scheduler, total_steps, own.lr_warmup_ratio, own.min_lr_ratio),

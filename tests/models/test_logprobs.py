@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from openrlhf.algorithms.policy_loss import PolicyLossInputs, PolicyLossSettings, policy_loss
 from openrlhf.batching import pack
 from openrlhf.models.attention import PackingError
+from openrlhf.models.checks import ModelLoadError
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression
 from openrlhf.models.logprobs import PolicyModel, RewardModel, ValueModel
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -193,13 +194,29 @@ def test_score_is_read_at_the_last_token(llama: str, tmp_path: Path, packing: bo
     torch.testing.assert_close(scores[:-1], expected, atol=1e-5, rtol=0)
 
 
-def test_score_is_normalised_with_the_config_when_asked(llama: str) -> None:
+def test_scores_and_values_are_normalised_with_the_config_when_asked(llama: str) -> None:
+    """Both the same: the value of a finished text is the reward that a critic started from."""
     model = load_sequence_regression(llama, options())
-    model.config.mean, model.config.std = 2.0, 4.0
-    batch = packed(sequences())
+    batch, ended = packed(sequences()), packed([torch.cat([ids, torch.tensor([2])]) for ids in sequences()])
     with torch.no_grad():
+        untouched = ValueModel(model, normalize=True)(ended)
+        model.config.mean, model.config.std = 2.0, 4.0
         raw, normal = RewardModel(model)(batch), RewardModel(model, normalize=True)(batch)
-    torch.testing.assert_close(normal, (raw - 2.0) / 4.0)
+        torch.testing.assert_close(normal, (raw - 2.0) / 4.0)
+        values = ValueModel(model, normalize=True)(ended)
+        torch.testing.assert_close(values[ended.cu_seqlens[1:].long() - 1], normal, atol=1e-6, rtol=0)
+        assert torch.equal(untouched, ValueModel(model)(ended))  # it did not start from a reward model
+        seen = ended.position_ids > 0
+        torch.testing.assert_close(values[seen], (untouched[seen] - 2.0) / 4.0)
+        assert not values[~seen].any()
+
+
+@pytest.mark.parametrize("scale", [{}, {"mean": 1.0}, {"mean": 1.0, "std": 0.0}, {"mean": 1.0, "std": float("nan")}])
+def test_a_model_without_a_scale_normalises_no_rewards(llama: str, scale: dict[str, float]) -> None:
+    model = load_sequence_regression(llama, options())
+    model.config.update(scale)
+    with pytest.raises(ModelLoadError, match=r"--normalize_reward needs `mean` and `std` in .*config\.json, which has"):
+        RewardModel(model, normalize=True)
 
 
 def test_router_loss_of_a_mixture_of_experts(tmp_path: Path) -> None:
