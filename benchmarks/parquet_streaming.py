@@ -97,12 +97,13 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 
     platform.prepare_process()
     from openrlhf.config import parse_cli
+    from openrlhf.datasets.sft import open_sft_dataset
+    from openrlhf.datasets.sources import load_configured_rows
     from openrlhf.models.loading import load_causal_lm, load_tokenizer
     from openrlhf.models.logprobs import PolicyModel
-    from openrlhf.trainer.sft import SFTTrainer, read_data
-    from openrlhf.trainer.supervised import optimizer_specs
+    from openrlhf.trainer.sft import SFTTrainer
+    from openrlhf.trainer.supervised import train_engine
     from openrlhf.utils.tiny_model import make_tiny_model
-    from openrlhf.workers.deepspeed_engine import TrainEngine
     from openrlhf.workers.distributed import init_distributed, shutdown
 
     path = folder / "rows.parquet"
@@ -115,16 +116,16 @@ def run(options: argparse.Namespace, folder: Path) -> None:
     flags = f"--pretrain {model} --dataset {path} --input_key question --output_key answer --param_dtype fp32"
     flags += " --train_batch_size 64 --micro_train_batch_size 16 --max_len 512 --learning_rate 1e-3"
     flags += f" --dataloader_num_workers {options.workers} --max_samples {options.rows} --save_path {folder / 'out'}"
+    flags += " --packing_samples"
     cfg = parse_cli("train_sft", [*flags.split(), "--ckpt_path", str(folder / "ckpt")])
     world = init_distributed()
     tokenizer = load_tokenizer(model)
     started = time.perf_counter()
     with meter.stage("open the rows"):
-        data, _ = read_data(cfg, tokenizer)
+        data = open_sft_dataset(load_configured_rows(cfg), cfg, tokenizer)
     assert data.num_usable == options.rows
     with meter.stage("start the model"):
-        optimizer, scheduler = optimizer_specs(cfg, options.steps)
-        engine = TrainEngine(PolicyModel(load_causal_lm(model, cfg), packing=True), cfg, optimizer, scheduler)
+        engine = train_engine(cfg, PolicyModel, load_causal_lm(model, cfg), options.steps)
     with meter.stage("the first step of 64 shuffled rows"):
         SFTTrainer(cfg, world, engine, tokenizer, data, None, 1).fit()
     print(f"from the start to the end of the first step: {time.perf_counter() - started:.1f} s")

@@ -74,6 +74,11 @@ class Tokenized:
     loss_mask: list[bool]
     dropped: str = ""
 
+    @property
+    def prompt(self) -> list[int]:
+        """The ids before the answer."""
+        return self.token_ids[: self.loss_mask.index(True)]
+
 
 class SFTDataset:
     """Usable rows in the order of the source, all turned into ids beforehand.
@@ -174,9 +179,9 @@ def open_sft_dataset(
     Raises:
         DataError: see :func:`build_sft_dataset`.
     """
-    style = SFTFormat.from_config(cfg)
-    check_sft_columns(rows, style, source)
     if len(rows) > AHEAD_ROWS and not cfg.dataloader_num_workers:
+        style = SFTFormat.from_config(cfg)
+        check_sft_columns(rows, style, source)
         return LazySFTDataset(rows, style, tokenizer, source)
     return build_sft_dataset(rows, cfg, tokenizer, source)
 
@@ -213,8 +218,6 @@ def check_sft_columns(rows: Dataset, style: SFTFormat, source: str) -> None:
             f"{source}: give --output_key, --apply_chat_template or --pretrain_mode; without any of them there is no "
             "response to learn"
         )
-    if style.multiturn and not style.apply_chat_template:
-        raise DataError("--multiturn needs --apply_chat_template")
 
 
 def _refuse_nulls(rows: Dataset, source: str) -> None:

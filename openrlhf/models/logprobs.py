@@ -203,11 +203,7 @@ class RewardModel(Backbone):
         super().__init__(model, packing, aux_loss)
         self.scale = require_score_scale(self.config) if normalize else None
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """float32 ``[S]``."""
-        return self.outputs(batch).scores
-
-    def outputs(self, batch: MicroBatch) -> ScoreOutputs:
+    def forward(self, batch: MicroBatch) -> ScoreOutputs:
         """Scores, and the router loss if it was asked for."""
         hidden, outputs = self.hidden_states(batch)
         every = self.ranks.gather(_scalar_head(self.model, hidden, self.scale), batch.num_tokens)

@@ -95,4 +95,4 @@ class RewardScorer:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """One score for each sequence of token ids, computed together."""
         batch = pack(sequences, {}, range(len(sequences))).to(self._device)
-        return self._model(batch).tolist()
+        return self._model(batch).scores.tolist()

@@ -21,8 +21,7 @@ from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.preference import PreferenceTrainer, row_limits
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
 from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs
-from openrlhf.trainer.supervised import aux_coefficient, open_tokenizer, optimizer_specs, read_data, total_steps
-from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.trainer.supervised import open_tokenizer, read_data, total_steps, train_engine
 from openrlhf.workers.distributed import World
 
 
@@ -169,10 +168,7 @@ def train(cfg: KTOConfig, world: World) -> None:
     steps = total_steps(cfg, len(data), world)
     # before the policy is there, so that the two are never in memory together
     prepared = _prepare(cfg, world, data, eval_data, steps)
-    optimizer, scheduler = optimizer_specs(cfg, steps)
-    model = load_causal_lm(cfg.model_path, cfg)
-    policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
-    engine = TrainEngine(policy, cfg, optimizer, scheduler)
+    engine = train_engine(cfg, PolicyModel, load_causal_lm(cfg.model_path, cfg), steps)
     trainer = KTOTrainer(cfg, world, engine, tokenizer, data, eval_data, steps)
     for name, value in prepared.items():
         setattr(trainer, name, value)

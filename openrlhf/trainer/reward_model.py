@@ -14,25 +14,16 @@ from openrlhf.batching import MicroBatch
 from openrlhf.config import RMConfig
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
 from openrlhf.models.loading import load_sequence_regression
-from openrlhf.models.logprobs import RewardModel, ScoreOutputs
+from openrlhf.models.logprobs import RewardModel
 from openrlhf.trainer.preference import PreferenceTrainer
-from openrlhf.trainer.supervised import aux_coefficient, open_tokenizer, optimizer_specs, read_data, total_steps
+from openrlhf.trainer.supervised import open_tokenizer, read_data, total_steps, train_engine
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
 logger = get_logger(__name__)
 
 # Without --eval_dataset, the first rows of the training data are evaluated: one of so many, and at least one.
 _EVAL_SHARE = 100
-
-
-class TrainedRewardModel(RewardModel):
-    """A reward model whose forward pass also gives the router loss."""
-
-    def forward(self, batch: MicroBatch) -> ScoreOutputs:  # type: ignore[override]
-        """Scores ``[S]`` and the router loss."""
-        return self.outputs(batch)
 
 
 class RewardModelTrainer(PreferenceTrainer):
@@ -118,8 +109,6 @@ def train(cfg: RMConfig, world: World) -> None:
     tokenizer = open_tokenizer(cfg)
     data, eval_data = _read_data(cfg, tokenizer)
     steps = total_steps(cfg, len(data), world)
-    optimizer, scheduler = optimizer_specs(cfg, steps)
     model = load_sequence_regression(cfg.model_path, cfg, head_prefix=cfg.value_head_prefix)
-    reward = TrainedRewardModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
-    engine = TrainEngine(reward, cfg, optimizer, scheduler)
+    engine = train_engine(cfg, RewardModel, model, steps)
     RewardModelTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()

@@ -16,9 +16,7 @@ from openrlhf.datasets.sft import (
     LazySFTDataset,
     Row,
     SFTDataset,
-    SFTFormat,
     build_sft_dataset,
-    check_sft_columns,
     open_sft_dataset,
 )
 from openrlhf.models.loading import load_causal_lm
@@ -27,10 +25,10 @@ from openrlhf.trainer.supervised import (
     SupervisedTrainer,
     aux_coefficient,
     open_tokenizer,
-    optimizer_specs,
-    read_rows,
+    read_data,
     reduce_metrics,
     total_steps,
+    train_engine,
 )
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -115,28 +113,10 @@ class SFTTrainer(SupervisedTrainer):
         return reduce_metrics(metrics)
 
 
-def read_data(
-    cfg: SFTConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[SFTDataset | LazySFTDataset, SFTDataset | None]:
-    """Rows to train on and, with ``--eval_dataset``, to evaluate on, as ids.
-
-    Raises:
-        DataError: a source can't be read, or has nothing to learn from.
-    """
-    rows, eval_rows = read_rows(cfg)
-    # before the evaluation rows become ids, which may take long
-    check_sft_columns(rows, SFTFormat.from_config(cfg), str(cfg.dataset))
-    evaluation = None if eval_rows is None else build_sft_dataset(eval_rows, cfg, tokenizer, str(cfg.eval_dataset))
-    return open_sft_dataset(rows, cfg, tokenizer, str(cfg.dataset)), evaluation
-
-
 def train(cfg: SFTConfig, world: World) -> None:
     """Everything between the parsed flags and the saved model, on one rank."""
     tokenizer = open_tokenizer(cfg)
-    data, eval_data = read_data(cfg, tokenizer)
+    data, eval_data = read_data(cfg, tokenizer, open_sft_dataset, build_sft_dataset)
     steps = total_steps(cfg, data.num_usable, world)
-    optimizer, scheduler = optimizer_specs(cfg, steps)
-    model = load_causal_lm(cfg.model_path, cfg)
-    policy = PolicyModel(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
-    engine = TrainEngine(policy, cfg, optimizer, scheduler)
+    engine = train_engine(cfg, PolicyModel, load_causal_lm(cfg.model_path, cfg), steps)
     SFTTrainer(cfg, world, engine, tokenizer, data, eval_data, steps).fit()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from datasets import Dataset
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.metrics import STEP, MetricSum
@@ -18,13 +19,14 @@ from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns
 from openrlhf.models.loading import check_model_folder, load_tokenizer
+from openrlhf.models.logprobs import Backbone
 from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.utils.process import seed_process
-from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
+from openrlhf.workers.deepspeed_engine import SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
 
@@ -65,27 +67,29 @@ def open_tokenizer(cfg: SupervisedConfig) -> PreTrainedTokenizerBase:
     )
 
 
-def read_rows(cfg: SupervisedConfig) -> tuple[Dataset, Dataset | None]:
-    """The rows to train on and, with ``--eval_dataset``, to evaluate on."""
-    rows = load_configured_rows(cfg)
-    if not cfg.eval_dataset:
-        return rows, None
-    columns = needed_columns(cfg)
-    return rows, load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms, columns=columns)
-
-
 def read_data(
     cfg: SupervisedConfig,
     tokenizer: PreTrainedTokenizerBase,
     build: Callable[[Dataset, Any, PreTrainedTokenizerBase, str], Data],
-) -> tuple[Data, Data | None]:
+    build_eval: Callable[[Dataset, Any, PreTrainedTokenizerBase, str], Any] | None = None,
+) -> tuple[Data, Any]:
     """Rows to train on and, with ``--eval_dataset``, to evaluate on, as ids.
+
+    Args:
+        cfg: the sources.
+        tokenizer: that of the model.
+        build: turns rows into ids.
+        build_eval: the same for those to evaluate on, where that is done otherwise.
 
     Raises:
         DataError: a source can't be read, or has nothing to learn from.
     """
-    rows, eval_rows = read_rows(cfg)
-    evaluation = None if eval_rows is None else build(eval_rows, cfg, tokenizer, str(cfg.eval_dataset))
+    rows = load_configured_rows(cfg)
+    evaluation = None
+    if cfg.eval_dataset:  # first, so that mistakes in it show before many rows have become ids
+        columns = needed_columns(cfg)
+        held_out = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms, columns=columns)
+        evaluation = (build_eval or build)(held_out, cfg, tokenizer, cfg.eval_dataset)
     return build(rows, cfg, tokenizer, str(cfg.dataset)), evaluation
 
 
@@ -109,12 +113,11 @@ def total_steps(cfg: SupervisedConfig, num_rows: int, world: World) -> int:
     return steps
 
 
-def optimizer_specs(cfg: SupervisedConfig, steps: int) -> tuple[OptimizerSpec, SchedulerSpec]:
-    """The optimizer and its schedule, as the flags say."""
-    return (
-        optimizer_spec(cfg, cfg.learning_rate),
-        SchedulerSpec(cfg.lr_scheduler, steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
-    )
+def train_engine(cfg: SupervisedConfig, kind: type[Backbone], model: nn.Module, steps: int) -> TrainEngine:
+    """A loaded model as the flags train it."""
+    wrapped = kind(model, packing=cfg.packing_samples, aux_loss=aux_coefficient(cfg) > 0)
+    scheduler = SchedulerSpec(cfg.lr_scheduler, steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio)
+    return TrainEngine(wrapped, cfg, optimizer_spec(cfg, cfg.learning_rate), scheduler)
 
 
 def reduce_metrics(metrics: MetricSum) -> dict[str, float]:

@@ -361,7 +361,7 @@ class RewardWorker(ModelWorker):
         return TrainEngine(reward, cfg, optimizer=None, param_offload=cfg.reward_offload)
 
     def _forward_one(self, batch: MicroBatch) -> Any:
-        return self.engine(batch)
+        return self.engine(batch).scores
 
 
 ROLE_WORKERS: dict[str, type[ModelWorker]] = {

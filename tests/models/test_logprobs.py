@@ -164,9 +164,9 @@ def test_values_and_scores_of_bf16_models_are_float32(llama: str, lora: int) -> 
     seen = batch.position_ids > 0
     torch.testing.assert_close(values[seen].double(), exact.roll(1)[seen], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(
-        RewardModel(model)(batch).double(), exact[batch.cu_seqlens[1:].long() - 1], atol=1e-6, rtol=1e-5
+        RewardModel(model)(batch).scores.double(), exact[batch.cu_seqlens[1:].long() - 1], atol=1e-6, rtol=1e-5
     )
-    RewardModel(model)(batch).sum().backward()
+    RewardModel(model)(batch).scores.sum().backward()
     assert weight.grad is not None and float(weight.grad.float().norm()) > 0
     assert float((values - values.bfloat16()).abs().max()) > 0, "these values don't fit into bf16"
 
@@ -185,8 +185,8 @@ def test_score_is_read_at_the_last_token(llama: str, tmp_path: Path, packing: bo
     items = [*sequences(), torch.tensor([5, 6, 0, 0])]
     model = load_sequence_regression(llama, options(packing_samples=packing))
     with torch.no_grad():
-        scores = RewardModel(model, packing=packing)(packed(items))
-        alone = torch.cat([RewardModel(model, packing=packing)(packed([ids])) for ids in items])
+        scores = RewardModel(model, packing=packing)(packed(items)).scores
+        alone = torch.cat([RewardModel(model, packing=packing)(packed([ids])).scores for ids in items])
         model.save_pretrained(tmp_path / "rm")
         stock = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", attn_implementation="eager")
         expected = torch.cat([stock(ids[None]).logits[0] for ids in items[:-1]])
@@ -201,7 +201,7 @@ def test_scores_and_values_are_normalised_with_the_config_when_asked(llama: str)
     with torch.no_grad():
         untouched = ValueModel(model, normalize=True)(ended)
         model.config.mean, model.config.std = 2.0, 4.0
-        raw, normal = RewardModel(model)(batch), RewardModel(model, normalize=True)(batch)
+        raw, normal = RewardModel(model)(batch).scores, RewardModel(model, normalize=True)(batch).scores
         torch.testing.assert_close(normal, (raw - 2.0) / 4.0)
         values = ValueModel(model, normalize=True)(ended)
         torch.testing.assert_close(values[ended.cu_seqlens[1:].long() - 1], normal, atol=1e-6, rtol=0)

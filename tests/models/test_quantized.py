@@ -81,5 +81,5 @@ def test_heads_stay_whole(folder: str, tmp_path: Path) -> None:
     heads = [p for n, p in model.named_parameters() if "score" in n]
     assert heads and all(p.dtype == torch.bfloat16 for p in heads)
     assert [n for n, p in model.named_parameters() if p.requires_grad and "score" in n]
-    RewardModel(model)(packed(sequences())).sum().backward()
+    RewardModel(model)(packed(sequences())).scores.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

@@ -18,7 +18,7 @@ from torch import nn
 from openrlhf import platform
 from openrlhf.batching import pack
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
-from openrlhf.models.logprobs import PolicyModel, RewardModel
+from openrlhf.models.logprobs import PolicyModel, RewardModel, ScoreOutputs
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, all_reduce_sum, init_distributed, shutdown
@@ -57,7 +57,7 @@ def step(engine: TrainEngine, world: World, seed: int) -> float:
     rows = [torch.randint(4, 60, (7 + i,), generator=generator) for i in range(4)]
     tokens = sum(len(row) - 1 for row in rows)
     outputs = engine(pack(rows, {}, range(world.rank, 4, world.size)))
-    loss = outputs.sum() / 4 if isinstance(outputs, torch.Tensor) else -outputs.logprobs.sum() / tokens
+    loss = outputs.scores.sum() / 4 if isinstance(outputs, ScoreOutputs) else -outputs.logprobs.sum() / tokens
     engine.backward(loss, last=True)
     engine.step()
     return all_reduce_sum([float(loss)])[0]

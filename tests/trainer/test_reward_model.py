@@ -120,7 +120,7 @@ def test_saved_model_gives_the_same_scores(preference_runs: Any, name: str) -> N
             found.append(model(**padded, position_ids=positions).logits[:, 0])
         ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         own = RewardModel(load_sequence_regression(str(folder), options(), trainable=False))
-        found.append(own(pack(ids, {}, range(len(ids)))))
+        found.append(own(pack(ids, {}, range(len(ids)))).scores)
     assert torch.allclose(found[0], found[2], atol=1e-5) and torch.allclose(found[1], found[2], atol=1e-5)
     # the mean and std in the folder are those of its own scores
     assert config["mean"] == pytest.approx(float(found[2].mean()), abs=1e-5)

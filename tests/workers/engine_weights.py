@@ -43,8 +43,8 @@ def zero3_loading(cases: Cases) -> None:
         batch = packed(ITEMS)
         again = load_sequence_regression(str(cases.folder / "rm"), options())
         with torch.no_grad():
-            before = RewardModel(load_sequence_regression(cases.model, opts))(batch)
-            after = RewardModel(again)(batch)
+            before = RewardModel(load_sequence_regression(cases.model, opts))(batch).scores
+            after = RewardModel(again)(batch).scores
         cases.results["reward reload"] = float((before - after).abs().max())
 
 

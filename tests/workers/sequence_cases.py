@@ -38,7 +38,7 @@ def _loss(kind: str, model: Backbone, batch: MicroBatch) -> tuple[Tensor, Tensor
     """Outputs, and a number that depends on each of them differently."""
     weights = torch.randn(2, batch.num_tokens, generator=torch.Generator().manual_seed(5), dtype=torch.float32)
     if kind == "reward":
-        scores = model(batch)
+        scores = model(batch).scores
         return scores.detach(), (scores * weights[0, : len(scores)]).sum()
     if kind == "value":
         values = model(batch)

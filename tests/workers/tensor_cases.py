@@ -16,7 +16,6 @@ from safetensors.torch import load_file  # noqa: E402
 
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression  # noqa: E402
 from openrlhf.models.logprobs import PolicyModel, RewardModel  # noqa: E402
-from openrlhf.trainer.reward_model import TrainedRewardModel  # noqa: E402
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers.checkpoint_files import CheckpointError  # noqa: E402
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine  # noqa: E402
@@ -111,8 +110,8 @@ def _scores(path: str) -> float:
     model = load_sequence_regression(path, opts, init_head=True)
     plain = RewardModel(model)
     with torch.no_grad():
-        expected = plain(BATCH)
-        engine = TrainEngine(TrainedRewardModel(model), opts, OptimizerSpec(1e-2))
+        expected = plain(BATCH).scores
+        engine = TrainEngine(RewardModel(model), opts, OptimizerSpec(1e-2))
         return float((engine(BATCH).scores - expected).abs().max())
 
 
