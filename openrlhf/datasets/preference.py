@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, Value
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import DPOConfig, RMConfig
 from openrlhf.datasets import text as texts
-from openrlhf.datasets.sft import EMPTY_PROMPT, EMPTY_RESPONSE, TOO_LONG, SFTFormat, tokenize_sft_row
+from openrlhf.datasets.sft import EMPTY_PROMPT, EMPTY_RESPONSE, TOO_LONG, SFTFormat, Tokenized, tokenize_sft_row
 from openrlhf.datasets.sources import DataError, require_columns
 from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
@@ -179,17 +179,17 @@ def tokenize_pair(
     for column, half in ((style.chosen_key, chosen), (style.rejected_key, rejected)):
         if half.dropped:
             return _unusable(f"{half.dropped} ({column})" if half.dropped == EMPTY_RESPONSE else half.dropped)
-    if chosen.ids == rejected.ids:
+    if chosen.token_ids == rejected.token_ids:
         return _unusable(IDENTICAL)
     if style.apply_chat_template and style.prompt_key is None and not style.scored:
         if chosen.prompt != rejected.prompt:
             return _unusable(OTHER_PROMPT)
     chosen, rejected = (_cut(half, style, tokenizer.eos_token_id) for half in (chosen, rejected))
-    if not (any(chosen.mask) and any(rejected.mask)):
+    if not (any(chosen.loss_mask) and any(rejected.loss_mask)):
         return _unusable(TOO_LONG)
-    if chosen.ids == rejected.ids:
+    if chosen.token_ids == rejected.token_ids:
         return _unusable(IDENTICAL_CUT)
-    return TokenizedPair(chosen.ids, chosen.mask, rejected.ids, rejected.mask, margin)
+    return TokenizedPair(chosen.token_ids, chosen.loss_mask, rejected.token_ids, rejected.loss_mask, margin)
 
 
 def _unusable(reason: str) -> TokenizedPair:
@@ -209,29 +209,12 @@ def _margin(row: dict[str, Any], where: str) -> float:
     return number
 
 
-class _Half(NamedTuple):
-    """Ids and answer mask of one half, or why there are none."""
-
-    ids: list[int]
-    mask: list[bool]
-    dropped: str = ""
-
-    @property
-    def prompt(self) -> list[int]:
-        """The ids before the answer."""
-        return self.ids[: self.mask.index(True)]
-
-
-def _no_half(reason: str) -> _Half:
-    return _Half([], [], reason)
-
-
-def _cut(half: _Half, style: PreferenceFormat, end: int) -> _Half:
+def _cut(half: Tokenized, style: PreferenceFormat, end: int) -> Tokenized:
     """A half within the length limit; a reward model's with its end token."""
     if style.scored:
-        ids = [*half.ids[: style.max_len - 1], end]
-        return _Half(ids, [False] + [True] * (len(ids) - 1))
-    return _Half(half.ids[: style.max_len], half.mask[: style.max_len])
+        ids = [*half.token_ids[: style.max_len - 1], end]
+        return Tokenized(ids, [False] + [True] * (len(ids) - 1))
+    return Tokenized(half.token_ids[: style.max_len], half.loss_mask[: style.max_len])
 
 
 def _half(
@@ -241,34 +224,33 @@ def _half(
     style: PreferenceFormat,
     tokenizer: PreTrainedTokenizerBase,
     source: str,
-) -> _Half:
+) -> Tokenized:
     """One half without a length limit (reward models: without the end token)."""
     where = f"{source}, row {index}"
     if style.apply_chat_template:
         return _chat_half(row, column, style, tokenizer, where)
     answer = texts.plain_text(row[column], where, column).rstrip("\n")
     if not answer:
-        return _no_half(EMPTY_RESPONSE)
+        return Tokenized([], [], EMPTY_RESPONSE)
     if style.scored or style.prompt_key is None:
         prompt = "" if style.prompt_key is None else texts.plain_text(row[style.prompt_key], where, style.prompt_key)
         head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
         return _whole(head + answer, style, tokenizer)
     layout = SFTFormat(style.prompt_key, column, style.input_template, False, False, False, max_len=1 << 40)
-    done = tokenize_sft_row(row, index, layout, tokenizer, source)
-    return _Half(done.token_ids, done.loss_mask, done.dropped)
+    return tokenize_sft_row(row, index, layout, tokenizer, source)
 
 
-def _whole(text: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> _Half:
+def _whole(text: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """A text with one end token (reward models: none yet), all of it answer but for the first token."""
     ids = texts.encode_scored(tokenizer, text, style.apply_chat_template)
     if not style.scored:
         ids = [*ids, tokenizer.eos_token_id]
-    return _Half(ids, [False] + [True] * (len(ids) - 1))
+    return Tokenized(ids, [False] + [True] * (len(ids) - 1))
 
 
 def _chat_half(
     row: dict[str, Any], column: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase, where: str
-) -> _Half:
+) -> Tokenized:
     messages = texts.as_messages(row[column], "assistant", where)
     if style.prompt_key is None:
         if isinstance(row[column], str):
@@ -285,9 +267,9 @@ def _chat_half(
                 "twice; leave out --prompt_key"
             )
     if not answer or (len(answer) == 1 and not (answer[0]["content"] or answer[0].get("tool_calls"))):
-        return _no_half(EMPTY_RESPONSE)
+        return Tokenized([], [], EMPTY_RESPONSE)
     if not prompt:
-        return _no_half(EMPTY_PROMPT)
+        return Tokenized([], [], EMPTY_PROMPT)
     if answer[-1]["role"] != "assistant":
         raise DataError(f"{where}: column {column!r} ends with a message from {answer[-1]['role']!r}, not assistant")
     if style.scored:
@@ -297,4 +279,4 @@ def _chat_half(
     ids, mask = texts.encode_spans(tokenizer, text, spans)
     if ids[-1] != tokenizer.eos_token_id:
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
-    return _Half(ids, [False, *mask[1:]])
+    return Tokenized(ids, [False, *mask[1:]])
