@@ -18,6 +18,7 @@ from openrlhf.config.options_data import (
 from openrlhf.config.options_model import (
     CheckpointOptions,
     DeepSpeedOptions,
+    EngineModelOptions,
     LoadOptions,
     LoggingOptions,
     ModelOptions,
@@ -37,7 +38,7 @@ from openrlhf.config.options_ppo import (
 
 
 @dataclass(kw_only=True)
-class TrainerOptions(ModelOptions, TrainOptions, OptimizerOptions, DeepSpeedOptions, CheckpointOptions, LoggingOptions):
+class TrainerOptions(EngineModelOptions, TrainOptions, OptimizerOptions, CheckpointOptions, LoggingOptions):
     """What every training command has."""
 
 

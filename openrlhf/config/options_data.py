@@ -47,8 +47,6 @@ class InputOptions(OptionGroup):
 
 @dataclass(kw_only=True)
 class SupervisedDataOptions(DataOptions):
-    title: ClassVar[str] = "Data"
-
     dataset: str | None = flag(
         None,
         "sources to train on, separated by commas: files, folders, hub ids, each with @data_dir if needed",
@@ -67,8 +65,6 @@ class SupervisedDataOptions(DataOptions):
 
 @dataclass(kw_only=True)
 class SFTDataOptions(SupervisedDataOptions, InputOptions):
-    title: ClassVar[str] = "Data"
-
     output_key: str | None = flag(None, "column with the response", "data.output_key")
     multiturn: bool = flag(False, "train on every assistant turn of a conversation", "data.multiturn")
     pretrain_mode: bool = flag(
@@ -82,8 +78,6 @@ class SFTDataOptions(SupervisedDataOptions, InputOptions):
 
 @dataclass(kw_only=True)
 class PreferenceDataOptions(SupervisedDataOptions):
-    title: ClassVar[str] = "Data"
-
     prompt_key: str | None = flag(
         None, "column with the prompt; without it the answers are whole texts", "data.prompt_key"
     )
@@ -93,8 +87,6 @@ class PreferenceDataOptions(SupervisedDataOptions):
 
 @dataclass(kw_only=True)
 class PromptDataOptions(DataOptions, InputOptions):
-    title: ClassVar[str] = "Data"
-
     prompt_data: str | None = flag(
         None,
         "sources of prompts, separated by commas: files, folders, hub ids, each with @data_dir if needed",

@@ -23,8 +23,6 @@ class PrecisionOptions(OptionGroup):
 
 @dataclass(kw_only=True)
 class LoadOptions(PrecisionOptions):
-    title: ClassVar[str] = "Model"
-
     attn_implementation: str = flag(
         "auto",
         "attention backend; auto is this project's packed attention on the best kernel of the device, "
@@ -52,8 +50,6 @@ class LoadOptions(PrecisionOptions):
 
 @dataclass(kw_only=True)
 class ModelOptions(LoadOptions):
-    title: ClassVar[str] = "Model"
-
     pretrain: str | None = flag(
         None,
         "model to train: a local folder or a hub id",
@@ -160,6 +156,11 @@ class DeepSpeedOptions(PrecisionOptions):
     use_ds_universal_ckpt: bool = flag(
         False, "resume from a checkpoint in DeepSpeed's universal format", "ds.use_universal_ckpt"
     )
+
+
+@dataclass(kw_only=True)
+class EngineModelOptions(ModelOptions, DeepSpeedOptions):
+    """What decides how a model is loaded, and how an engine runs it."""
 
 
 @dataclass(kw_only=True)

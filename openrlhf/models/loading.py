@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import transformers
@@ -29,11 +29,12 @@ from transformers import (
 )
 
 from openrlhf import platform
+from openrlhf.config.options_model import EngineModelOptions
 from openrlhf.models.attention import PACKED_ATTENTION, PackingError, check_packing
 from openrlhf.models.checks import ModelLoadError, check_output, check_positions, fix_rotary, padded_attention
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.head import ScalarHead
-from openrlhf.models.lora import LoraSettings, add_lora, is_peft
+from openrlhf.models.lora import add_lora, is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.models.quantized import keep_layout, nf4_config
 from openrlhf.models.vision import VisionInputs, is_vision_model
@@ -48,22 +49,6 @@ ZERO3_INIT_BYTES = 4 << 30
 _RANDOM = re.compile("dropout|pdrop|jitter|layerdrop")
 _HEAD = "score"
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-
-
-class ModelOptions(LoraSettings, Protocol):
-    """The flags that decide how a model is loaded (any config object with these fields will do)."""
-
-    param_dtype: str
-    attn_implementation: str
-    packing_samples: bool
-    gradient_checkpointing: bool
-    gradient_checkpointing_every: int
-    gradient_checkpointing_use_reentrant: bool
-    use_liger_kernel: bool
-    load_in_4bit: bool
-    experts_implementation: str | None
-    zero_stage: int
-    seed: int
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -238,7 +223,7 @@ def resolve_attention(requested: str, packing: bool) -> str:
 
 
 @contextlib.contextmanager
-def _zero3_loading(path: str, opts: ModelOptions, force: bool | None) -> Iterator[None]:
+def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None) -> Iterator[None]:
     """Make transformers partition parameters while it loads them, for models too big to load whole on each rank."""
     folder = Path(path)
     size = sum(f.stat().st_size for pattern in _WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
@@ -260,7 +245,7 @@ def _zero3_loading(path: str, opts: ModelOptions, force: bool | None) -> Iterato
         unset_hf_deepspeed_config()
 
 
-def _liger_class(opts: ModelOptions) -> Any:
+def _liger_class() -> Any:
     if importlib.util.find_spec("liger_kernel") is None:
         raise ModelLoadError("--use_liger_kernel needs the Python package 'liger-kernel', which is not installed")
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
@@ -269,7 +254,12 @@ def _liger_class(opts: ModelOptions) -> Any:
 
 
 def _from_pretrained(
-    auto_class: Any, path: str, config: PretrainedConfig, opts: ModelOptions, zero3_init: bool | None, **extra: Any
+    auto_class: Any,
+    path: str,
+    config: PretrainedConfig,
+    opts: EngineModelOptions,
+    zero3_init: bool | None,
+    **extra: Any,
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model and the names of the weights that its folder lacks."""
     _quiet_progress_bars()
@@ -314,7 +304,7 @@ def _from_pretrained(
     return model, set(info["missing_keys"])
 
 
-def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> nn.Module:
+def _prepare_training(model: PreTrainedModel, opts: EngineModelOptions, task: str) -> nn.Module:
     wrapped: nn.Module = model
     if opts.lora_rank > 0:
         try:
@@ -330,7 +320,7 @@ def _prepare_training(model: PreTrainedModel, opts: ModelOptions, task: str) -> 
 
 
 def load_causal_lm(
-    path: str, opts: ModelOptions, *, trainable: bool = True, zero3_init: bool | None = None
+    path: str, opts: EngineModelOptions, *, trainable: bool = True, zero3_init: bool | None = None
 ) -> nn.Module:
     """Load a causal language model.
 
@@ -352,7 +342,7 @@ def load_causal_lm(
     if vision and opts.use_liger_kernel:
         raise ModelLoadError(f"{path!r} is a vision model, for which there are no Liger kernels; leave them out")
     auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    auto_class = _liger_class(opts) if opts.use_liger_kernel else auto_class
+    auto_class = _liger_class() if opts.use_liger_kernel else auto_class
     model, missing = _from_pretrained(auto_class, path, config, opts, zero3_init)
     if missing:
         raise ModelLoadError(
@@ -368,7 +358,7 @@ def load_causal_lm(
 
 def load_sequence_regression(
     path: str,
-    opts: ModelOptions,
+    opts: EngineModelOptions,
     *,
     head_prefix: str = _HEAD,
     init_head: bool = False,

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-
-class LoraSettings(Protocol):
-    """The flags of LoRA."""
-
-    lora_rank: int
-    lora_alpha: int
-    lora_dropout: float
-    target_modules: Any
+from openrlhf.config.options_model import ModelOptions
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -21,7 +14,7 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def add_lora(model: nn.Module, opts: LoraSettings, task: str) -> nn.Module:
+def add_lora(model: nn.Module, opts: ModelOptions, task: str) -> nn.Module:
     """Freeze a model and add trainable adapters to the named linear layers, which may be in 4 bits.
 
     Args:
@@ -34,10 +27,8 @@ def add_lora(model: nn.Module, opts: LoraSettings, task: str) -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
-    targets = opts.target_modules
-    if isinstance(targets, (list, tuple)):
-        targets = "all-linear" if list(targets) in ([], ["all-linear"]) else list(targets)
-    if isinstance(targets, list):
+    targets: Any = "all-linear" if opts.target_modules in ([], ["all-linear"]) else opts.target_modules
+    if targets != "all-linear":
         known = [name for name, _ in model.named_modules()]
         missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in known)]
         if missing:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
+from openrlhf.config.options_model import EngineModelOptions, LoadOptions
 from openrlhf.models.folder import read_config
 from openrlhf.models.loading import DTYPES, load_causal_lm, load_sequence_regression
 
@@ -14,7 +14,7 @@ DEFAULT_HEAD = "score"
 
 
 @dataclass(kw_only=True)
-class LoadSettings(ModelOptions, DeepSpeedOptions):
+class LoadSettings(EngineModelOptions):
     """The flags that decide how a model is loaded, and how an engine runs it; those of training are off."""
 
     param_dtype: str = "fp32"
