@@ -121,19 +121,9 @@ class RolloutBuffer:
 
 def group_to_dict(group: Group) -> dict[str, Any]:
     """Returns a group as plain data and NumPy arrays."""
-    item = group.item
+    item = {name: value for name, value in vars(group.item).items() if name != "placed"}
     return {
-        "item": {
-            "prompt_id": item.prompt_id,
-            "group_id": item.group_id,
-            "text": item.text,
-            "token_ids": [int(token) for token in item.token_ids],
-            "label": item.label,
-            "metadata": dict(item.metadata),
-            "epoch": item.epoch,
-            "greedy_baseline": item.greedy_baseline,
-            "images": list(item.images),
-        },
+        "item": {**item, "token_ids": [int(token) for token in group.item.token_ids]},
         "trajectories": [trajectory.to_dict(lists=False) for trajectory in group.trajectories],
         "failures": [asdict(failure) for failure in group.failures],
         "baseline": None if group.baseline is None else group.baseline.to_dict(lists=False),

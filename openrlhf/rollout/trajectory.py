@@ -175,26 +175,13 @@ class Trajectory:
         def column(array: npt.NDArray[Any] | None) -> Any:
             return array if array is None or not lists else array.tolist()
 
+        images = [[i.offset, i.length, base64.b64encode(i.data).decode() if lists else i.data] for i in self.images]
+        arrays = ("token_ids", "action_mask", "logprobs", "weight_version")
         return {
-            "prompt_id": self.prompt_id,
-            "group_id": self.group_id,
-            "sample_index": self.sample_index,
-            "token_ids": column(self.token_ids),
-            "action_mask": column(self.action_mask),
-            "logprobs": column(self.logprobs),
-            "weight_version": column(self.weight_version),
-            "reward": self.reward,
-            "score": self.score,
+            **vars(self),
+            **{name: column(getattr(self, name)) for name in arrays},
             "step_rewards": [list(pair) for pair in self.step_rewards],
-            "finish_reason": self.finish_reason,
-            "truncated": self.truncated,
-            "extra_logs": dict(self.extra_logs),
-            "metadata": dict(self.metadata),
-            "timings": dict(self.timings),
-            "images": [
-                [image.offset, image.length, base64.b64encode(image.data).decode() if lists else image.data]
-                for image in self.images
-            ],
+            "images": images,
         }
 
     @classmethod
