@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from openrlhf.engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES, TensorMeta, pack, plan_buckets, unpack
+from openrlhf.engines.weight_sync.buckets import TensorMeta, pack, plan_buckets, unpack
 from openrlhf.engines.weight_sync.plugin import pack_again
 
 SENDER = 0
@@ -42,7 +42,6 @@ class GlooInitInfo(WeightTransferInitInfo):
     rank_offset: int
     """Group rank of this engine's first worker; rank 0 is the trainer."""
     world_size: int
-    bucket_bytes: int
     timeout_seconds: float
 
 
@@ -71,7 +70,6 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     world_size: int
     """The sender and all vLLM workers."""
     timeout_seconds: float
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
 
 def _join(store: TCPStore, rank: int, world_size: int, timeout: datetime.timedelta) -> ProcessGroup:
@@ -90,7 +88,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
     group: ProcessGroup | None = None
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         timeout = datetime.timedelta(seconds=init_info.timeout_seconds)
@@ -104,7 +101,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         )
         rank = init_info.rank_offset + self.parallel_config.rank
         self.group = _join(store, rank, init_info.world_size, timeout)
-        self.bucket_bytes = init_info.bucket_bytes
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -117,7 +113,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         if self.group is None:
             raise RuntimeError("weights were sent before the transfer group was opened")
         metas = update_info.metas()
-        for indices in plan_buckets(metas, self.bucket_bytes):
+        for indices in plan_buckets(metas):
             bucket = [metas[i] for i in indices]
             buffer = torch.empty(sum(meta.nbytes for meta in bucket), dtype=torch.uint8)
             _broadcast(self.group, buffer)
@@ -136,11 +132,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
 
     init_info_cls = GlooTrainerInitInfo
 
-    def __init__(
-        self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool, bucket_bytes: int
-    ) -> None:
+    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, is_sender: bool) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
-        self.bucket_bytes = bucket_bytes
         self.group: ProcessGroup | None = None
         self._store: TCPStore | None = None
 
@@ -150,7 +143,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     ) -> GlooTrainerWeightTransferEngine:
         if source is None:
             raise ValueError("the gloo weight transfer needs a weight source")
-        engine = cls(client=client, source=source, is_sender=init_info.is_sender, bucket_bytes=init_info.bucket_bytes)
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
         if engine.is_sender:
             engine._open(init_info)
         return engine
@@ -166,7 +159,6 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
             master_port=store.port,
             rank_offset=1,
             world_size=init_info.world_size,
-            bucket_bytes=init_info.bucket_bytes,
             timeout_seconds=init_info.timeout_seconds,
         )
         with ThreadPoolExecutor(max_workers=1) as pool:
@@ -201,7 +193,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def _send(self, metas: list[TensorMeta]) -> None:
         assert self.group is not None and self.source is not None
         stream = iter(self.source)
-        for indices in plan_buckets(metas, self.bucket_bytes):
+        for indices in plan_buckets(metas):
             tensors = []
             for index in indices:
                 name, tensor = next(stream)

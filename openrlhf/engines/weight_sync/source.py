@@ -18,20 +18,18 @@ class TrainerSource(WeightSource):
     """Parameters of a (ZeRO-partitioned) training engine under their Hugging Face names.
 
     Walking it is a collective under ZeRO-3: all ranks do so in step. Tensors are full copies, at most
-    ``bucket_bytes`` of them at a time, so that the memory a sync takes does not grow with the model.
+    :data:`DEFAULT_BUCKET_BYTES` of them at a time, so that the memory a sync takes does not grow with the model.
 
     Args:
         engine: the training engine.
-        bucket_bytes: how much is gathered at once.
     """
 
-    def __init__(self, engine: TrainEngine, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
+    def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
-        self._bucket_bytes = bucket_bytes
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(*meta) for meta in self._engine.parameter_meta()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in self._engine.gathered_parameters(self._bucket_bytes):
+        for bucket in self._engine.gathered_parameters(DEFAULT_BUCKET_BYTES):
             yield from bucket
