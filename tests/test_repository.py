@@ -14,7 +14,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from setuptools import find_packages
 
-from openrlhf.cli.main import command_names
 from openrlhf.config import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,7 +70,8 @@ def test_every_module_gets_installed() -> None:
 
 
 def test_every_declared_command_exists() -> None:
-    assert command_names() == list(COMMANDS)
+    modules = {path.stem for path in (ROOT / "openrlhf/cli").glob("*.py")}
+    assert modules - {"__init__", "common", "hooks", "main"} == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("command", documented_commands(), ids=str)

@@ -57,18 +57,14 @@ class MicroBatch:
         """int64 ``[S]``, tokens in each sequence."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+    def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with every tensor on ``device``."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=non_blocking)
-
         return MicroBatch(
-            move(self.input_ids),
-            move(self.position_ids),
-            move(self.cu_seqlens),
-            {name: move(column) for name, column in self.columns.items()},
-            move(self.sequence_index),
+            self.input_ids.to(device),
+            self.position_ids.to(device),
+            self.cu_seqlens.to(device),
+            {name: column.to(device) for name, column in self.columns.items()},
+            self.sequence_index.to(device),
             self.images,
         )
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-import openrlhf.cli
 from openrlhf.config import COMMANDS
-
-
-def command_names() -> list[str]:
-    """The commands there are: the modules of openrlhf.cli but this one, in the order of the declarations."""
-    modules = {module.name for module in pkgutil.iter_modules(openrlhf.cli.__path__)} - {"main"}
-    return [name for name in COMMANDS if name in modules]
 
 
 def usage() -> str:
     """What ``openrlhf --help`` prints."""
-    lines = [f"  {name:<16} {COMMANDS[name].summary}" for name in command_names()]
+    lines = [f"  {name:<16} {COMMANDS[name].summary}" for name in COMMANDS]
     return "\n".join(
         [
             "usage: openrlhf COMMAND [flags]",
@@ -54,9 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from openrlhf.cli.hooks import main as hooks_main
 
         return hooks_main(rest)
-    names = command_names()
-    if command not in names:
-        near = get_close_matches(command.replace("-", "_"), [*names, "config", "hooks"], n=1)
+    if command not in COMMANDS:
+        near = get_close_matches(command.replace("-", "_"), [*COMMANDS, "config", "hooks"], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"openrlhf: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2

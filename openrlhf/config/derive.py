@@ -28,7 +28,6 @@ class Derived:
         total_steps: optimizer steps in the whole run, and so the length of the schedule.
         warmup_steps: the first of them, in which the learning rate rises.
         prompt_limit: largest number of tokens of a prompt.
-        response_limit: largest number of tokens of a response.
         gpus: GPUs of each role; roles that don't exist are left out.
         total_gpus: GPUs of the whole job; less than the sum of `gpus` where roles share.
     """
@@ -45,7 +44,6 @@ class Derived:
     forward_micro_batches: int | None = None
     num_rollouts: int | None = None
     prompt_limit: int | None = None
-    response_limit: int | None = None
 
 
 def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1) -> Derived:
@@ -112,7 +110,6 @@ def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
         total = (rollouts - short) * steps + short * optimizer_steps(cfg, rest)
     gpus, total_gpus = gpus_per_role(cfg)
     static = not cfg.use_dynamic_batch
-    response = cfg.max_new_tokens
     return Derived(
         data_parallel_size=ranks,
         micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks) if static else None,
@@ -124,7 +121,6 @@ def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
         total_steps=total,
         warmup_steps=_warmup(cfg, total),
         prompt_limit=prompt_limit(cfg),
-        response_limit=response if response is not None else cfg.max_len - 1,
         gpus=gpus,
         total_gpus=total_gpus,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,6 @@ class GenerationResult:
     stop_reason: int | str | None = None
 
 
-@runtime_checkable
 class GenerationEngine(Protocol):
     """Anything that continues a row of token ids."""
 

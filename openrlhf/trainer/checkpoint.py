@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config import CheckpointOptions
+from openrlhf.config.commands import TrainerOptions
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.checkpoint_files import nothing_to_resume, resume_tag
@@ -27,7 +27,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, cfg: CheckpointOptions, engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, order: ResumableOrder
+        self, cfg: TrainerOptions, engine: TrainEngine, tokenizer: PreTrainedTokenizerBase, order: ResumableOrder
     ) -> None:
         self._cfg = cfg
         self._engine = engine
@@ -35,34 +35,33 @@ class Checkpoints:
         self._order = order
         self.root = Path(cfg.ckpt_path)
 
-    def resume(self) -> dict[str, Any] | None:
-        """With ``--load_checkpoint``, restore the newest checkpoint; None when there is none, or it isn't asked for.
+    def resume(self) -> None:
+        """With ``--load_checkpoint``, restore the newest checkpoint, if there is one.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit this run.
             DataError: the data is not the same.
         """
         if not self._cfg.load_checkpoint:
-            return None
-        tag = resume_tag(self.root, bool(getattr(self._cfg, "use_ds_universal_ckpt", False)))
+            return
+        tag = resume_tag(self.root, self._cfg.use_ds_universal_ckpt)
         if tag is None:
             logger.warning(nothing_to_resume(self.root))
-            return None
+            return
         state = self._engine.load_checkpoint(self.root, tag)
         # `convert hf2resume` knows the number of samples, but not the data
         order = state.get("order") or {**self._order.state_dict(), "consumed": state["consumed_samples"]}
         self._order.load_state_dict(order)
         logger.info("resumed from %s: %d rows consumed", self.root / tag, self._order.consumed)
-        return state
 
-    def save(self, step: int, extra: dict[str, Any] | None = None, hf_config: dict[str, Any] | None = None) -> None:
+    def save(self, step: int, hf_config: dict[str, Any] | None = None) -> None:
         """Write ``global_step<N>``, and ``global_step<N>_hf`` before it with ``--save_hf_ckpt``."""
         tag = f"global_step{step}"
         if self._cfg.save_hf_ckpt:
             self._engine.save_hf(self.root / f"{tag}_hf", self._tokenizer, hf_config)
         if self._cfg.disable_ds_ckpt:
             return
-        state = {"consumed_samples": self._order.consumed, "order": self._order.state_dict(), **(extra or {})}
+        state = {"consumed_samples": self._order.consumed, "order": self._order.state_dict()}
         self._engine.save_checkpoint(self.root, tag, state, self._cfg.max_ckpt_num, self._cfg.max_ckpt_mem)
 
     def save_final(self, hf_config: dict[str, Any] | None = None) -> None:
