@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
+from openrlhf.cluster.group import Member, PendingCall, WorkerError, WorkerGroup
+from openrlhf.cluster.ray_cluster import Cluster
 from openrlhf.config import PPOConfig
 from openrlhf.engines.spec import engine_spec
 from openrlhf.engines.vllm_engine import VLLMEngineActor
 from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.utils import interrupts
-from openrlhf.workers.cluster import Cluster
-from openrlhf.workers.group import Member, PendingCall, WorkerError, WorkerGroup
 
 if TYPE_CHECKING:
     from openrlhf.engines.weight_sync.compare import Comparison

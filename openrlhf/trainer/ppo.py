@@ -11,6 +11,7 @@ from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from openrlhf.algorithms.correction import effective_sample_size
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.cluster.group import PendingCall, WorkerGroup
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_parallel_size, derive
 from openrlhf.datasets.prompts import PromptRow
@@ -52,7 +53,6 @@ from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import WeightCheck
 from openrlhf.workers.checkpoint_files import nothing_to_resume
-from openrlhf.workers.group import PendingCall, WorkerGroup
 from openrlhf.workers.messages import CUTS
 
 SUMMARY = ("reward", "response_length", "kl", "policy_loss", "critic_loss")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.cluster.placement import roles_of
+from openrlhf.cluster.ray_cluster import disconnect
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
@@ -42,9 +44,7 @@ from openrlhf.trainer.sampling import sampling_line
 from openrlhf.trainer.system import start_system
 from openrlhf.utils import interrupts
 from openrlhf.utils.errors import ExplainedError
-from openrlhf.workers.cluster import disconnect
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
-from openrlhf.workers.placement import roles_of
 
 PROBE_TOKENS = 64
 

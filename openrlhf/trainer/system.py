@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 import ray
 
+from openrlhf.cluster.group import PendingCall, WorkerGroup
+from openrlhf.cluster.placement import plan_placement
+from openrlhf.cluster.ray_cluster import Cluster, connect, create_cluster
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
 from openrlhf.engines.pool import EnginePool, start_engines
 from openrlhf.engines.weight_sync.compare import Comparison
 from openrlhf.trainer.turns import SharedMemory
 from openrlhf.utils.files import temporary_folder
-from openrlhf.workers.cluster import Cluster, connect, create_cluster
-from openrlhf.workers.group import PendingCall, WorkerGroup
 from openrlhf.workers.model_worker import form_groups, start_group
-from openrlhf.workers.placement import plan_placement
 
 Report = Callable[[str], None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from openrlhf.cluster.group import PendingCall, WorkerGroup
 from openrlhf.config import PPOConfig
-from openrlhf.workers.group import PendingCall, WorkerGroup
 
 GIB = 2.0**30
 ENGINE_WORKSPACE = 3 * GIB

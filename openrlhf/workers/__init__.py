@@ -1,1 +1,1 @@
-"""DeepSpeed model workers, their Ray groups, and where on the cluster they are placed."""
+"""DeepSpeed: the training engine, and the model workers that hold one."""

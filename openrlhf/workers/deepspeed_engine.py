@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
+from openrlhf.batching.buckets import plan_buckets
 from openrlhf.config.derive import data_copies
 from openrlhf.config.options_model import DeepSpeedOptions
-from openrlhf.engines.weight_sync.buckets import plan_buckets
 from openrlhf.models.export import exported_weights, is_finite
 from openrlhf.models.loading import write_hf_folder
 from openrlhf.models.logprobs import share_sequences

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
+from openrlhf.cluster.group import Member, PendingCall, WorkerGroup
+from openrlhf.cluster.ray_cluster import Cluster
 from openrlhf.config import PPOConfig
 from openrlhf.utils.process import host_address, redirect_output, seed_process
-from openrlhf.workers.cluster import Cluster
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
-from openrlhf.workers.group import Member, PendingCall, WorkerGroup
 from openrlhf.workers.messages import StepBatch
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class PolicyWorker(TrainedWorker):
     def connect_engines(self, engines: WorkerGroup, transport: str, workers_per_engine: int) -> None:
         """Open the weight transfer to the engines."""
         from openrlhf.engines.weight_sync.sender import open_sender
-        from openrlhf.engines.weight_sync.source import TrainerSource
+        from openrlhf.workers.weight_source import TrainerSource
 
         self._sender = open_sender(
             transport,

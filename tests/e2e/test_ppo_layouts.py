@@ -14,6 +14,10 @@ import torch
 from ppo_helpers import ppo_arguments, write_prompts, write_reward
 
 from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.cluster.group import WorkerGroup
+from openrlhf.cluster.placement import Group as DeviceGroup
+from openrlhf.cluster.placement import PlacementPlan, Role
+from openrlhf.cluster.ray_cluster import Cluster, create_cluster, disconnect
 from openrlhf.config import PPOConfig, parse_cli
 from openrlhf.config.derive import data_parallel_size
 from openrlhf.datasets.prompts import load_prompts
@@ -37,11 +41,7 @@ from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem, WeightSync, start_system
 from openrlhf.trainer.weight_check import WeightCheck, WeightMismatchError, check_tensors
 from openrlhf.utils.tiny_model import make_tiny_model
-from openrlhf.workers.cluster import Cluster, create_cluster, disconnect
-from openrlhf.workers.group import WorkerGroup
 from openrlhf.workers.model_worker import form_groups, start_group
-from openrlhf.workers.placement import Group as DeviceGroup
-from openrlhf.workers.placement import PlacementPlan, Role
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.engines import pool
 from openrlhf.engines.pool import GroupCalls
 from openrlhf.engines.vllm_engine import UNSYNCED, _token_versions
 from openrlhf.rollout.episodes import PromptItem
 from openrlhf.rollout.protocol import SamplingParams
-from openrlhf.workers.group import Member, WorkerError, WorkerGroup
 
 
 class Span(NamedTuple):

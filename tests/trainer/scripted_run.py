@@ -13,6 +13,7 @@ import numpy as np
 from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine
 
 from openrlhf.algorithms.metrics import MetricSum
+from openrlhf.cluster.group import PendingCall, WorkerError
 from openrlhf.config import PPOConfig, build
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.platform import MemoryStats
@@ -22,7 +23,6 @@ from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.system import PPOSystem
-from openrlhf.workers.group import PendingCall, WorkerError
 
 TOK = LetterTokenizer()
 

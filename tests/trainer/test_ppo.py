@@ -11,6 +11,7 @@ import scripted_run
 from scripted_run import Policy, Pool, config, rows, trainer_arguments
 
 from openrlhf.algorithms.metrics import STEP, MetricSum
+from openrlhf.cluster.group import WorkerError
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.order import epoch_permutation
 from openrlhf.rollout.errors import NoLearnableGroups
@@ -18,7 +19,6 @@ from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
 from openrlhf.workers.checkpoint_files import CheckpointError, checkpoint_tags, finish_checkpoint, rotate_checkpoints
 from openrlhf.workers.checkpoint_files import writing_tag as scratch_tag
-from openrlhf.workers.group import WorkerError
 
 
 def trained(cfg: PPOConfig, without_reward: int) -> tuple[PPOTrainer, Policy]:

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from scripted_run import AsyncPool, Policy, Pool, config, rows, trainer_arguments
 
+from openrlhf.cluster.group import WorkerError
 from openrlhf.config import PPOConfig
 from openrlhf.engines import pool as engine_pool
 from openrlhf.rollout.errors import RolloutTimeout
 from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.ppo_async import AsyncPPOTrainer, staleness_metrics
 from openrlhf.utils import interrupts
-from openrlhf.workers.group import WorkerError
 
 PROMPTS = rows(*((letter, "one") for letter in "defghi"))
 

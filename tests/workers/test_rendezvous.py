@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf.workers.group import PendingCall, WorkerGroup
+from openrlhf.cluster.group import PendingCall, WorkerGroup
 from openrlhf.workers.model_worker import form_groups
 from openrlhf.workers.rendezvous import join_group, open_store
 

@@ -27,7 +27,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from openrlhf.engines.weight_sync.buckets import TensorMeta, pack, plan_buckets, unpack
+from openrlhf.batching.buckets import plan_buckets
+from openrlhf.engines.weight_sync.layout import TensorMeta, pack, unpack
 from openrlhf.engines.weight_sync.plugin import pack_again
 
 SENDER = 0

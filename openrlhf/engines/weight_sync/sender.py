@@ -20,9 +20,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from openrlhf import platform
+from openrlhf.cluster.group import WorkerGroup
 from openrlhf.engines.weight_sync import plugin
 from openrlhf.utils.process import free_port, host_address
-from openrlhf.workers.group import WorkerGroup
 
 PACKED_BUFFER_BYTES = 1024 * 1024 * 1024
 """Size of the staging buffer of the CUDA transports; grows with a larger single tensor."""

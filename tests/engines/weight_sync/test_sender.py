@@ -14,9 +14,9 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, WeightTransferInitRequest
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
+from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.engines.weight_sync import sender
 from openrlhf.engines.weight_sync.sender import EngineClient, WeightSender, until_failure
-from openrlhf.workers.group import Member, WorkerError, WorkerGroup
 
 
 @ray.remote(num_cpus=0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from openrlhf.config import PPOConfig
-from openrlhf.workers.placement import (
+from openrlhf.cluster.placement import (
     Group,
     PlacementError,
     PlacementPlan,
@@ -15,6 +14,7 @@ from openrlhf.workers.placement import (
     plan_placement,
     roles_of,
 )
+from openrlhf.config import PPOConfig
 
 
 def config(**flags: object) -> PPOConfig:

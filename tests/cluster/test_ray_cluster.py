@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from openrlhf.workers.cluster import forwarded_environment
+from openrlhf.cluster.ray_cluster import forwarded_environment
 
 
 def job(**runtime_env: Any) -> dict[str, str]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
-from openrlhf.engines.weight_sync.buckets import DEFAULT_BUCKET_BYTES
-
-if TYPE_CHECKING:
-    from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.batching.buckets import DEFAULT_BUCKET_BYTES
+from openrlhf.workers.deepspeed_engine import TrainEngine
 
 
 class TrainerSource(WeightSource):

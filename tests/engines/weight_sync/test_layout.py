@@ -4,30 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from openrlhf.engines.weight_sync.buckets import TensorMeta, pack, plan_buckets, unpack
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
-
-
-@given(
-    sizes=st.lists(st.integers(0, 50), max_size=30),
-    limit=st.integers(1, 120),
-)
-def test_buckets_hold_every_tensor_once_in_order_and_keep_the_limit(sizes: list[int], limit: int) -> None:
-    metas = [TensorMeta(f"w{i}", torch.int8, (size,)) for i, size in enumerate(sizes)]
-    buckets = plan_buckets(metas, limit)
-    assert [i for bucket in buckets for i in bucket] == list(range(len(sizes)))
-    for bucket in buckets:
-        assert bucket
-        assert sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1
-
-
-def test_limit_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="limit_bytes must be positive"):
-        plan_buckets([], 0)
+from openrlhf.engines.weight_sync.layout import TensorMeta, pack, unpack
 
 
 def test_pack_and_unpack_give_the_same_bits_for_mixed_dtypes_and_odd_offsets() -> None:

@@ -14,8 +14,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from openrlhf.cluster.placement import Group, PlacementError, PlacementPlan, check_fits, order_devices
 from openrlhf.utils import interrupts
-from openrlhf.workers.placement import Group, PlacementError, PlacementPlan, check_fits, order_devices
 
 FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "PYTHONPATH")
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_")

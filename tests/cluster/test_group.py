@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
+from openrlhf.cluster.group import Member, PendingCall, WorkerError
 from openrlhf.workers import group
-from openrlhf.workers.group import Member, PendingCall, WorkerError
 
 FOREVER = object()
 
