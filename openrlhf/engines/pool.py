@@ -14,7 +14,7 @@ from openrlhf.cluster.ray_cluster import Cluster
 from openrlhf.config import PPOConfig
 from openrlhf.engines.spec import engine_spec
 from openrlhf.engines.vllm_engine import VLLMEngineActor
-from openrlhf.rollout.episodes import Group, PromptItem
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.utils import interrupts
 

@@ -12,7 +12,8 @@ from openrlhf.config import PPOConfig
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.agents import AgentExecutorBase
-from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.hooks import GenerateFunction, GroupFilter, SampleReward, load_hook
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.loader import load_agent_executor

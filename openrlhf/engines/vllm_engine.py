@@ -13,7 +13,7 @@ from openrlhf.config import PPOConfig
 from openrlhf.engines.images import multimodal_prompt
 from openrlhf.engines.rollouts import GroupRunner
 from openrlhf.engines.spec import EngineSpec
-from openrlhf.rollout.episodes import Group, PromptItem
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
 from openrlhf.utils.process import redirect_output, unlink_shared_resources
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
+from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.trajectory import Trajectory
 
 # Which groups to take: gets the buffered groups (oldest first) and a number, returns that many indices.

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,11 +26,12 @@ from openrlhf.rollout.errors import (
     describe_exception,
     user_location,
 )
+from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.images import PromptImages
-from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, PlacedImage, SamplingParams, Tokenizer
+from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
 from openrlhf.rollout.rewards.base import RewardRequest
 from openrlhf.rollout.rewards.client import NoReward, RewardClient
-from openrlhf.rollout.sample import DynamicFilterOutput, Sample
+from openrlhf.rollout.sample import Sample
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import ResponseEnd, continuation_text, end_of_sequence_ids, response_end, reward_text
 from openrlhf.rollout.trajectory import Trajectory
@@ -42,43 +43,6 @@ if TYPE_CHECKING:
     from openrlhf.rollout.hooks import GroupFilter
 
 logger = logging.getLogger(__name__)
-
-EVAL_EPOCH = 1_000_000_007
-"""Stands for "evaluation" in the seeds, so that they differ from those of any training episode."""
-
-
-@dataclass(frozen=True)
-class PromptItem:
-    """One prompt to roll out.
-
-    Attributes:
-        prompt_id: number of its data row.
-        group_id: id of the group that its samples form; unique among the groups trained together.
-        text: the prompt as the model sees it (template applied).
-        token_ids: ids of `text`.
-        label: raw value of the label column.
-        metadata: further columns, such as datasource.
-        epoch: pass over the data, part of the seeds of its samples.
-        greedy_baseline: besides the samples, one greedy response is wanted for its reward (ReMax).
-        images: file paths, URLs or contents of image files, in the order of their placeholders.
-        placed: the same once they are read and their tokens are among `token_ids`.
-    """
-
-    prompt_id: int
-    group_id: int
-    text: str
-    token_ids: Sequence[int]
-    label: Any = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    epoch: int = 0
-    greedy_baseline: bool = False
-    images: Sequence[str | bytes] = ()
-    placed: tuple[PlacedImage, ...] = ()
-
-    @property
-    def evaluation(self) -> bool:
-        """It is of the evaluation set."""
-        return self.epoch == EVAL_EPOCH
 
 
 @dataclass(frozen=True)
@@ -144,36 +108,7 @@ class EpisodeSpec:
         return self.eos_ids.union(sampling.stop_token_ids)
 
 
-@dataclass(frozen=True)
-class EpisodeFailure:
-    """A sample that was lost, and why.
-
-    Attributes:
-        kind: "agent", "timeout", "reward", "filter", "long_prompt" or "image".
-    """
-
-    prompt_id: int
-    sample_index: int
-    kind: str
-    message: str
-
-
 Outcome = Trajectory | EpisodeFailure
-
-
-@dataclass(frozen=True)
-class Group:
-    """The finished samples of one prompt, in the order of their indices; lost ones are under `failures`.
-
-    `baseline` is the greedy response if the prompt asks for one: rewarded, never trained on. `verdict` is that of the
-    group filter, if there is one.
-    """
-
-    item: PromptItem
-    trajectories: tuple[Trajectory, ...]
-    failures: tuple[EpisodeFailure, ...] = ()
-    baseline: Trajectory | None = None
-    verdict: DynamicFilterOutput | None = None
 
 
 async def run_group(item: PromptItem, n: int, engine: GenerationEngine, spec: EpisodeSpec) -> Group:

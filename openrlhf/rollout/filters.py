@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from openrlhf.rollout.buffer import RolloutBuffer, Selection, oldest_first
-from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.errors import NoLearnableGroups
+from openrlhf.rollout.group import Group, PromptItem
 
 # Rewards that differ by less than rounding are equal: normalising them would only amplify noise.
 _RELATIVE_SPREAD = 1e-9

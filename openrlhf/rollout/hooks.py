@@ -22,8 +22,8 @@ import numpy as np
 
 from openrlhf.rollout.agents import AgentExecutorBase
 from openrlhf.rollout.buffer import SELECTIONS, Selection, checked_selection, oldest_first
-from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.errors import AgentError, RewardError, RolloutError, describe_exception, user_location
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, parse_reply
 from openrlhf.rollout.rewards.function import FunctionReward
 from openrlhf.rollout.sample import DynamicFilterOutput, Sample, SampleStatus, split_reward

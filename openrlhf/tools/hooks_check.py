@@ -16,8 +16,8 @@ from openrlhf.config.rules_ppo import HOOKS
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.engines.rollouts import GroupRunner
 from openrlhf.models.loading import load_tokenizer
-from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.errors import RolloutError
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.hooks import BufferFilter
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams, Tokenizer
 from openrlhf.tools.report import Report

@@ -10,7 +10,7 @@ from openrlhf.config import PPOConfig
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.engines.pool import EnginePool
 from openrlhf.rollout.dump import RolloutDumpWriter
-from openrlhf.rollout.episodes import EVAL_EPOCH, EpisodeFailure, PromptItem
+from openrlhf.rollout.group import EVAL_EPOCH, EpisodeFailure, PromptItem
 from openrlhf.rollout.metrics import eval_metrics
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console

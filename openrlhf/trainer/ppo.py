@@ -17,7 +17,6 @@ from openrlhf.config.derive import data_parallel_size, derive
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer, oldest_first
 from openrlhf.rollout.dump import RolloutDumpWriter
-from openrlhf.rollout.episodes import Group
 from openrlhf.rollout.filters import (
     CollectedGroups,
     CustomFilter,
@@ -26,6 +25,7 @@ from openrlhf.rollout.filters import (
     GroupJudge,
     PromptRefill,
 )
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.hooks import BufferFilter
 from openrlhf.rollout.metrics import extra_log_means
 from openrlhf.rollout.trajectory import Trajectory

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrlhf.rollout.buffer import RolloutBuffer, Selection, group_version
-from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.filters import CollectedGroups, GroupJudge, GroupTally
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.trainer.prompt_stream import PromptStream
 
 

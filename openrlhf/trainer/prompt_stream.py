@@ -7,7 +7,7 @@ from typing import Any
 
 from openrlhf.datasets.order import epoch_permutation
 from openrlhf.datasets.prompts import PromptRow
-from openrlhf.rollout.episodes import PromptItem
+from openrlhf.rollout.group import PromptItem
 
 
 def prompt_item(row: PromptRow, group_id: int, epoch: int, greedy_baseline: bool = False) -> PromptItem:

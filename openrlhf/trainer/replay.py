@@ -9,8 +9,8 @@ from typing import Any
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import optimizer_steps
 from openrlhf.rollout.dump import DumpError, count_groups, dump_files, read_rollout_dump
-from openrlhf.rollout.episodes import Group, PromptItem
 from openrlhf.rollout.filters import CollectedGroups
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.experience import sample_metrics
 from openrlhf.trainer.ppo import PPOTrainer

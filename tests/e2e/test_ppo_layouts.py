@@ -24,7 +24,7 @@ from openrlhf.datasets.prompts import load_prompts
 from openrlhf.engines.pool import EnginePool
 from openrlhf.engines.weight_sync.compare import stored_weights
 from openrlhf.models.loading import load_tokenizer
-from openrlhf.rollout.episodes import Group
+from openrlhf.rollout.group import Group
 from openrlhf.trainer.experience import (
     POLICY_COLUMNS,
     Experience,

@@ -12,7 +12,7 @@ from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.engines import pool
 from openrlhf.engines.pool import GroupCalls
 from openrlhf.engines.vllm_engine import UNSYNCED, _token_versions
-from openrlhf.rollout.episodes import PromptItem
+from openrlhf.rollout.group import PromptItem
 from openrlhf.rollout.protocol import SamplingParams
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openrlhf.rollout.episodes import PromptItem
+from openrlhf.rollout.group import PromptItem
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
 
 PAD, EOS, EOS2, ANS = 0, 7, 9, 8

@@ -14,8 +14,9 @@ from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item, mark_beg
 
 from openrlhf.rollout.agent_engine import to_sampling
 from openrlhf.rollout.agents import MultiTurnAgentExecutor
-from openrlhf.rollout.episodes import EpisodeSpec, Group, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import AgentError, EngineError, EpisodeTimeout
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
 from openrlhf.rollout.trajectory import Trajectory

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from rollout_helpers import ANS, EOS, EOS2, PAD, LetterTokenizer, ScriptedEngine, item
 
-from openrlhf.rollout.episodes import EpisodeSpec, Group, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import EngineError, EpisodeTimeout, RolloutError
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.rollout.seeding import derive_seed

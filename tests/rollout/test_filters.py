@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from openrlhf.rollout.buffer import RolloutBuffer, freshest_first, group_version
-from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.errors import NoLearnableGroups
 from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
+from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.trajectory import Trajectory
 
 

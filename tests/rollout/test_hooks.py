@@ -17,9 +17,10 @@ from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
 from openrlhf.config import PPOConfig
 from openrlhf.rollout.buffer import RolloutBuffer
 from openrlhf.rollout.dump import RolloutDumpWriter, read_rollout_dump
-from openrlhf.rollout.episodes import EVAL_EPOCH, EpisodeSpec, Group, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import AgentError, NoLearnableGroups, RewardError
 from openrlhf.rollout.filters import CustomFilter, GroupCollector
+from openrlhf.rollout.group import EVAL_EPOCH, Group
 from openrlhf.rollout.hooks import BufferFilter, GenerateFunction, GroupFilter, HookError, SampleReward, load_hook
 from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.protocol import SamplingParams

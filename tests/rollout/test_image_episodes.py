@@ -13,8 +13,9 @@ from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
 
 from openrlhf.rollout.buffer import group_from_dict, group_to_dict
 from openrlhf.rollout.dump import RolloutDumpWriter, read_rollout_dump
-from openrlhf.rollout.episodes import EpisodeSpec, Group, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import AgentError, RolloutError
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
 from openrlhf.rollout.trajectory import Trajectory

@@ -14,8 +14,9 @@ import openai
 import pytest
 from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item, mark_beginnings
 
-from openrlhf.rollout.episodes import EpisodeSpec, Group, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import AgentError, EngineError
+from openrlhf.rollout.group import Group
 from openrlhf.rollout.openai_agent import _Conversation, _Session
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.trajectory import Trajectory

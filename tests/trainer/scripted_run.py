@@ -17,7 +17,8 @@ from openrlhf.cluster.group import PendingCall, WorkerError
 from openrlhf.config import PPOConfig, build
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.platform import MemoryStats
-from openrlhf.rollout.episodes import EpisodeSpec, Group, PromptItem, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.trainer.console import Console

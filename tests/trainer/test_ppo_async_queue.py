@@ -12,9 +12,9 @@ import pytest
 
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer, Selection, freshest_first
-from openrlhf.rollout.episodes import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.errors import NoLearnableGroups
 from openrlhf.rollout.filters import CustomFilter, DynamicFilter
+from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.sample import DynamicFilterOutput
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.ppo_async_queue import QueueLimits, RolloutQueue, StalenessError
