@@ -10,7 +10,7 @@ from openrlhf.rollout.usercode import load_user_module
 
 
 class AlgorithmFileError(RolloutError):
-    """The file can't be used, or a name that a flag asks for is registered neither by it nor by openrlhf."""
+    """The file can't be used, what it registers doesn't fit the flags, or a name that they ask for is not there."""
 
 
 def load_custom_algorithms(cfg: PPOConfig) -> None:
@@ -21,10 +21,21 @@ def load_custom_algorithms(cfg: PPOConfig) -> None:
     """
     if cfg.custom_algorithms:
         load_user_module(cfg.custom_algorithms, "custom_algorithms", AlgorithmFileError)
+    name = cfg.advantage_estimator
     try:
-        ADVANTAGE_ESTIMATORS.get(cfg.advantage_estimator)
+        estimator = ADVANTAGE_ESTIMATORS.get(name)
         POLICY_LOSSES.get(cfg.policy_loss_type)
     except ValueError as error:
         raise AlgorithmFileError(
             f"{error}. Others come from a file that registers them (--custom_algorithms)"
         ) from error
+    if estimator.needs_group and cfg.n_samples_per_prompt == 1:
+        raise AlgorithmFileError(
+            f"--advantage_estimator {name} compares the responses to one prompt (needs_group), and with "
+            "--n_samples_per_prompt 1 there is nothing to compare; use 2 or more"
+        )
+    if estimator.needs_critic and name != "gae":
+        raise AlgorithmFileError(
+            f"--advantage_estimator {name} wants a critic's values (needs_critic), and only gae trains a critic; "
+            "register it without needs_critic"
+        )
