@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import RayTaskError
 
+from openrlhf.cluster import group
 from openrlhf.cluster.group import Member, PendingCall, WorkerError
-from openrlhf.workers import group
 
 FOREVER = object()
 
