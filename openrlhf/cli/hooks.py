@@ -16,8 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] != ["check"]:
-        print("usage: openrlhf hooks check [flags of train_ppo_ray]", file=sys.stderr)
-        return 2
+        asked = words[:1] in (["-h"], ["--help"])
+        print("usage: openrlhf hooks check [flags of train_ppo_ray]", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     cfg = parse_cli("train_ppo_ray", words[1:])
     from openrlhf.tools.hooks_check import hooks_check
     from openrlhf.tools.report import print_report

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -31,13 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The command's exit status; 2 for an unknown command.
+        The command's exit status; 2 for an unknown command; 141 when what reads the output has ended (``| head``).
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Python flushes again as it ends, which would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command that ``words`` begin with; returns its exit status."""
     if not words or words[0] in ("-h", "--help"):
         print(usage(), file=sys.stdout if words else sys.stderr)
         return 0 if words else 2
-    command, rest = words[0], words[1:]
+    command, rest = words[0], list(words[1:])
     if command == "config":
         from openrlhf.config.explain import main as config_main
 

@@ -19,6 +19,7 @@ from openrlhf.config.sources import COMMAND_KEY, read_yaml
 from openrlhf.config.values import show_value
 
 MASK = "***"
+HELP = ("-h", "--help")
 USAGE = """usage: openrlhf config explain COMMAND [flags]   each value, where it is from, and what follows
        openrlhf config show COMMAND [flags]      the complete configuration as YAML
        openrlhf config diff A.yaml B.yaml        the flags in which two configurations differ
@@ -29,7 +30,7 @@ explain also takes --num_rows N, the number of training rows, where it can't cou
 def main(argv: Sequence[str]) -> int:
     """Run ``openrlhf config ARGV``; returns the exit status: 2 for mistakes, 1 if two files differ."""
     action, rest = (argv[0], list(argv[1:])) if argv else ("", [])
-    if action in ("-h", "--help"):
+    if action in HELP or (rest and rest[0] in HELP):
         print(USAGE)
         return 0
     if action == "diff" and len(rest) >= 2:

@@ -151,6 +151,9 @@ def _finish(command: str, written: Written) -> Parsed:
         if change.flag is not None:
             origins[change.flag] = f"automatic: {change.reason}" if change.reason else DEFAULT
     notes = [*written.notes, *(change.note for change in changes if change.note)]
+    violations = [violation for violation in written.violations if violation.alone]
+    if violations:
+        return Parsed(command, config, origins, notes, violations)
     violations = list(written.violations)
     # A flag that couldn't be read still has its default: what follows from that is no news.
     reported = {violation.flag for violation in violations}

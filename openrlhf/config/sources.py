@@ -239,14 +239,14 @@ def _read_yaml_into(config_class: type, command: str, path: str, written: Writte
             if key == COMMAND_KEY:
                 if value != command:
                     problem = f"is for {value}, not for {command} ({origin})"
-                    inner.violations.append(Violation("config", problem, f"run openrlhf {value}"))
+                    inner.violations.append(Violation("config", problem, f"run openrlhf {value}", alone=True))
             else:
                 assign_key(config_class, key, value, origin, inner)
     except OSError as error:
         problem = f"{path} can't be read: {error.strerror}"
-        inner.violations.append(Violation("config", problem, "check the path"))
+        inner.violations.append(Violation("config", problem, "check the path", alone=True))
     except ValueError as error:
-        inner.violations.append(Violation("config", f"{path}: {error}", "write one 'flag: value' a line"))
+        inner.violations.append(Violation("config", f"{path}: {error}", "write one 'flag: value' a line", alone=True))
     written.violations.extend(inner.violations)
     return inner.assignments
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from openrlhf.cli.main import main
@@ -36,3 +40,29 @@ def test_flags_reach_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_config_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--help"]) == 0
     assert "config explain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["hooks", "--help"], ["config", "explain", "--help"], ["config", "show", "-h"]])
+def test_help_is_no_mistake(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("usage: openrlhf ")
+
+
+def test_a_reader_that_has_ended_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [
+        sys.executable,
+        "-m",
+        "openrlhf.cli.main",
+        "config",
+        "show",
+        "train_sft",
+        "--pretrain",
+        "m",
+        "--dataset",
+        "d",
+    ]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -208,6 +208,15 @@ class TestYaml:
         path = write(tmp_path / "run.yaml", text)
         assert sentence in violations("train_sft", "--config", path)[flag]
 
+    @pytest.mark.parametrize(
+        "text", ["command: train_ppo_ray\nrollout:\n  batch_size: 8\nno_flag: 1\n", "a: [\n", "- a\n", None]
+    )
+    def test_a_file_that_is_not_for_this_command_is_the_only_thing_told(self, tmp_path: Path, text: str | None) -> None:
+        path = tmp_path / "run.yaml"
+        if text is not None:
+            write(path, text)
+        assert list(violations("train_sft", "--config", str(path))) == ["config"]
+
     def test_merged_keys(self, tmp_path: Path) -> None:
         text = "train: &base\n  seed: 5\n  max_epochs: 3\ndata:\n  max_len: 99\n"
         result = parsed("train_sft", "--config", write(tmp_path / "run.yaml", text))
