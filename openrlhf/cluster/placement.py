@@ -137,7 +137,7 @@ def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
         PlacementError: roles that must share devices need different numbers of them.
     """
     roles = roles_of(cfg)
-    together = [["engine" if name == "engines" else name for name in names] for names in sharing_roles(cfg)]
+    together = [["engine" if name == "engines" else name for name in names] for names in sharing_roles(cfg).values()]
     groups: list[Group] = []
     placed: set[str] = set()
     for names in together:

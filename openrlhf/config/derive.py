@@ -151,17 +151,20 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
         gpus["reward"] = cfg.reward_num_nodes * cfg.reward_num_gpus_per_node
     if not cfg.load_rollouts:
         gpus["engines"] = engines
-    guests = {role for roles in sharing_roles(cfg) for role in [r for r in roles if r in gpus][1:]}
+    guests = {role for roles in sharing_roles(cfg).values() for role in [r for r in roles if r in gpus][1:]}
     return gpus, sum(count for role, count in gpus.items() if role not in guests)
 
 
-def sharing_roles(cfg: PPOConfig) -> list[tuple[str, ...]]:
-    """Roles that share their GPUs with one another where they exist, the actor first."""
+def sharing_roles(cfg: PPOConfig) -> dict[str, tuple[str, ...]]:
+    """Roles that share their GPUs with one another where they exist, the actor first, by the flag that says so."""
     if cfg.colocate_all_models:
         models = ("actor", "ref", "critic", "reward")
-        return [models if cfg.async_train else (*models, "engines")]
-    pairs = ((cfg.colocate_actor_ref, ("actor", "ref")), (cfg.colocate_critic_reward, ("critic", "reward")))
-    return [roles for share, roles in pairs if share]
+        return {"colocate_all_models": models if cfg.async_train else (*models, "engines")}
+    pairs = (
+        ("colocate_actor_ref", cfg.colocate_actor_ref, ("actor", "ref")),
+        ("colocate_critic_reward", cfg.colocate_critic_reward, ("critic", "reward")),
+    )
+    return {flag: roles for flag, shared, roles in pairs if shared}
 
 
 def count_rows(cfg: TrainerOptions) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from openrlhf.config.commands import PPOConfig
-from openrlhf.config.derive import data_copies, gpus_per_role
+from openrlhf.config.derive import data_copies, gpus_per_role, sharing_roles
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.problems import Violation, not_there
@@ -342,34 +342,25 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
 
 
 def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
-    roles = gpus_per_role(cfg)[0]
-    if cfg.colocate_all_models:
-        flag, pairs = "colocate_all_models", [(role, "actor") for role in NEEDED if role in roles]
-        engine_gpus = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
-        actor_gpus = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
-        together = not (cfg.async_train or cfg.load_rollouts or cfg.rollout_only)
-        if together and engine_gpus != actor_gpus:
-            yield Violation(
-                flag,
-                f"the policy has {actor_gpus} GPUs, but {cfg.vllm_num_engines} engines x "
-                f"{cfg.vllm_tensor_parallel_size} (vllm_tensor_parallel_size) are {engine_gpus}, "
-                "and they share",
-                "make the two equal",
-            )
-    else:
-        flag, pairs = "colocate_actor_ref", [("ref", "actor")] if cfg.colocate_actor_ref and "ref" in roles else []
-        if cfg.colocate_critic_reward and {"critic", "reward"} <= roles.keys():
-            pairs = [*pairs, ("reward", "critic")]
-    for role, leader in pairs:
-        mine, theirs = _size(cfg, role), _size(cfg, leader)
-        if mine != theirs:
-            name = "colocate_critic_reward" if leader == "critic" else flag
-            yield Violation(
-                name,
-                f"{role} has {mine[0]} x {mine[1]} GPUs (nodes x GPUs per node) and {leader} {theirs[0]} x "
-                f"{theirs[1]}, but they share",
-                f"give --{role}_num_nodes and --{role}_num_gpus_per_node the values of the {leader}",
-            )
+    gpus = gpus_per_role(cfg)[0]
+    for flag, roles in sharing_roles(cfg).items():
+        leader, *guests = [role for role in roles if role in gpus] or [""]
+        for role in guests:
+            if role == "engines":
+                if gpus[role] != gpus[leader]:
+                    yield Violation(
+                        flag,
+                        f"the policy has {gpus[leader]} GPUs, but {cfg.vllm_num_engines} engines x "
+                        f"{cfg.vllm_tensor_parallel_size} (vllm_tensor_parallel_size) are {gpus[role]}, and they share",
+                        "make the two equal",
+                    )
+            elif (mine := _size(cfg, role)) != (theirs := _size(cfg, leader)):
+                yield Violation(
+                    flag,
+                    f"{role} has {mine[0]} x {mine[1]} GPUs (nodes x GPUs per node) and {leader} {theirs[0]} x "
+                    f"{theirs[1]}, but they share",
+                    f"give --{role}_num_nodes and --{role}_num_gpus_per_node the values of the {leader}",
+                )
 
 
 def _size(cfg: PPOConfig, role: str) -> tuple[int, int]:
