@@ -59,7 +59,7 @@ def prepare_process(threads: int | None = None) -> None:
 
     Args:
         threads: intra-op threads of this process; None = the cores divided by the processes on this host
-            (``LOCAL_WORLD_SIZE``), unless ``OMP_NUM_THREADS`` is set.
+            (:func:`local_processes`), unless ``OMP_NUM_THREADS`` is set.
     """
     bin_dir = os.path.dirname(sys.executable)
     paths = os.environ.get("PATH", "").split(os.pathsep)
@@ -71,9 +71,14 @@ def prepare_process(threads: int | None = None) -> None:
         return
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        threads = max(1, available_cores() // local_processes())
     if threads is not None:
         torch.set_num_threads(threads)
+
+
+def local_processes(default: int = 1) -> int:
+    """Processes of the run on this host, by what torchrun or the deepspeed launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or default)
 
 
 def available_cores() -> int:

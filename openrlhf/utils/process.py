@@ -55,17 +55,6 @@ def tail(path: str | Path, lines: int = 25, max_bytes: int = 64 * 1024) -> str:
     return "\n".join(text.splitlines()[-lines:])
 
 
-def host_address() -> str:
-    """An address of this host that other nodes can reach; 127.0.0.1 when there is no network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Connecting a datagram socket sends nothing; it only asks the routing table for the source address.
-            probe.connect(("10.255.255.255", 1))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
 def free_port(host: str = "") -> int:
     """A port that was free a moment ago. Prefer binding port 0 and keeping the socket where an API allows it."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:

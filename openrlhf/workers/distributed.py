@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from openrlhf import platform
 from openrlhf.utils.errors import ExplainedError
+from openrlhf.utils.network import let_gloo_listen_towards
 from openrlhf.utils.process import free_port
 
 DEFAULT_TIMEOUT_S = 1800
@@ -48,6 +49,7 @@ def init_distributed(local_rank: int = -1, timeout_s: float = DEFAULT_TIMEOUT_S)
 
     Raises:
         DistributedError: the environment is incomplete, or the peers did not come.
+        NetworkError: ranks of other nodes can't reach this one.
     """
     if local_rank >= 0:
         os.environ["LOCAL_RANK"] = str(local_rank)
@@ -63,6 +65,7 @@ def init_distributed(local_rank: int = -1, timeout_s: float = DEFAULT_TIMEOUT_S)
     platform.prepare_process()
     platform.set_device(local)
     if not dist.is_initialized():
+        let_gloo_listen_towards(os.environ["MASTER_ADDR"], several_nodes=size > platform.local_processes(size))
         try:
             dist.init_process_group(
                 platform.dist_backend(), rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)

@@ -16,7 +16,8 @@ import ray
 from openrlhf.cluster.group import Member, PendingCall, WorkerGroup
 from openrlhf.cluster.ray_cluster import Cluster
 from openrlhf.config import PPOConfig
-from openrlhf.utils.process import host_address, redirect_output, seed_process
+from openrlhf.utils.network import node_address
+from openrlhf.utils.process import redirect_output, seed_process
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 from openrlhf.workers.messages import StepBatch
 
@@ -61,7 +62,7 @@ class ModelWorker:
         """On rank 0: open the meeting point of the ranks on a port that the system chose, and keep it."""
         from openrlhf.workers.rendezvous import open_store
 
-        host = host_address()
+        host = node_address()
         self._store = open_store(host, self.world_size)
         return host, int(self._store.port)
 

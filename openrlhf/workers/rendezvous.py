@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from openrlhf import platform
+from openrlhf.utils.network import let_gloo_listen_towards
 
 STORE_TIMEOUT = timedelta(seconds=600)
 
@@ -40,6 +41,7 @@ def join_group(
     """
     # DeepSpeed and libraries below it look these up, although the group already exists.
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    let_gloo_listen_towards(host)
     if store is None:
         reach = timedelta(seconds=join_timeout)
         store = dist.TCPStore(host, port, world_size, is_master=False, timeout=reach, wait_for_workers=False)

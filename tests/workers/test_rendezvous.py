@@ -6,18 +6,20 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
 from openrlhf.cluster.group import PendingCall, WorkerGroup
+from openrlhf.utils.network import GLOO_INTERFACE, address_towards, interface_of
 from openrlhf.workers.model_worker import form_groups
 from openrlhf.workers.rendezvous import join_group, open_store
 
 
 @pytest.fixture
 def no_group_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    for name in ("MASTER_ADDR", "MASTER_PORT", GLOO_INTERFACE):
         monkeypatch.setenv(name, "")
     yield
     if dist.is_initialized():
@@ -32,6 +34,27 @@ def test_a_short_rest_of_the_start_does_not_become_the_deadline_of_the_run() -> 
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=1234)
     # Later communicators meet over the store.
     assert store.timeout == timedelta(seconds=1234)
+
+
+def listening() -> set[tuple[str, int]]:
+    found = psutil.Process().net_connections(kind="inet")
+    return {(str(c.laddr.ip), c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.usefixtures("no_group_afterwards")
+@pytest.mark.parametrize("chosen", [False, True])
+def test_gloo_listens_where_the_ranks_meet(monkeypatch: pytest.MonkeyPatch, chosen: bool) -> None:
+    """Not where the host's own name leads, which other hosts may not reach; unless the user says where."""
+    try:
+        host = address_towards("10.255.255.255")
+    except OSError:
+        pytest.skip("no network")
+    if chosen:
+        monkeypatch.setenv(GLOO_INTERFACE, str(interface_of("127.0.0.1")))
+    store = open_store(host, 1)
+    before = listening()
+    join_group(0, 1, host, store.port, join_timeout=5.0, timeout=5.0, store=store)
+    assert {address for address, _ in listening() - before} == {"127.0.0.1" if chosen else host}
 
 
 @pytest.mark.usefixtures("no_group_afterwards")

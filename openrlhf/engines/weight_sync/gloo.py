@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from openrlhf.batching.buckets import plan_buckets
 from openrlhf.engines.weight_sync.layout import TensorMeta, pack, unpack
 from openrlhf.engines.weight_sync.plugin import pack_again
+from openrlhf.utils.network import let_gloo_listen_towards
 
 SENDER = 0
 
@@ -74,6 +75,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):
 
 
 def _join(store: TCPStore, rank: int, world_size: int, timeout: datetime.timedelta) -> ProcessGroup:
+    let_gloo_listen_towards(store.host)
     return init_gloo_process_group(
         prefix_store=PrefixStore("openrlhf_weight_sync", store), group_rank=rank, group_size=world_size, timeout=timeout
     )

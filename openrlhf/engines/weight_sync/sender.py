@@ -22,7 +22,8 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from openrlhf import platform
 from openrlhf.cluster.group import WorkerGroup
 from openrlhf.engines.weight_sync import plugin
-from openrlhf.utils.process import free_port, host_address
+from openrlhf.utils.network import node_address
+from openrlhf.utils.process import free_port
 
 PACKED_BUFFER_BYTES = 1024 * 1024 * 1024
 """Size of the staging buffer of the CUDA transports; grows with a larger single tensor."""
@@ -128,7 +129,7 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
         from openrlhf.engines.weight_sync.gloo import GlooTrainerInitInfo
 
         return GlooTrainerInitInfo(
-            rank=rank, master_address=host_address(), world_size=1 + workers, timeout_seconds=timeout
+            rank=rank, master_address=node_address(), world_size=1 + workers, timeout_seconds=timeout
         )
     if transport == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -139,7 +140,7 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
 
         return NCCLTrainerInitInfo(
             rank=rank,
-            master_address=host_address(),
+            master_address=node_address(),
             master_port=free_port(),
             world_size=1 + workers,
             packed=True,
