@@ -27,6 +27,8 @@ class Derived:
         num_rollouts: rollouts in the whole run.
         total_steps: optimizer steps in the whole run, and so the length of the schedule.
         warmup_steps: the first of them, in which the learning rate rises.
+        actor_steps: those of the actor: all of them but for the rollouts in which it is frozen.
+        actor_warmup_steps: the first of those.
         prompt_limit: largest number of tokens of a prompt.
         gpus: GPUs of each role; roles that don't exist are left out.
         total_gpus: GPUs of the whole job; less than the sum of `gpus` where roles share.
@@ -43,6 +45,8 @@ class Derived:
     steps_per_rollout: int | None = None
     forward_micro_batches: int | None = None
     num_rollouts: int | None = None
+    actor_steps: int | None = None
+    actor_warmup_steps: int | None = None
     prompt_limit: int | None = None
 
 
@@ -99,31 +103,41 @@ def optimizer_steps(cfg: PPOConfig, num_prompts: int) -> int:
 def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
     ranks = data_parallel_size(cfg, cfg.actor_num_nodes * cfg.actor_num_gpus_per_node)
     samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt
-    steps = optimizer_steps(cfg, cfg.rollout_batch_size)
-    rollouts, total = None, None
+    rollouts = total = actor = None
     if num_rows is not None:
-        full, rest = divmod(num_rows, cfg.rollout_batch_size)
-        in_episode = full + (rest > 0)
-        rollouts = _capped(cfg, cfg.num_episodes * in_episode)
-        # Every episode but for its last rollout is made of full ones.
-        short = 0 if rest == 0 else rollouts // in_episode
-        total = (rollouts - short) * steps + short * optimizer_steps(cfg, rest)
+        rollouts = _capped(cfg, cfg.num_episodes * math.ceil(num_rows / cfg.rollout_batch_size))
+        total = _steps_of(cfg, num_rows, rollouts)
+        actor = total - _steps_of(cfg, num_rows, min(rollouts, frozen_rollouts(cfg)))
     gpus, total_gpus = gpus_per_role(cfg)
     static = not cfg.use_dynamic_batch
     return Derived(
         data_parallel_size=ranks,
         micro_batches_per_step=cfg.train_batch_size // (cfg.micro_train_batch_size * ranks) if static else None,
         samples_per_rollout=samples,
-        steps_per_rollout=steps,
+        steps_per_rollout=optimizer_steps(cfg, cfg.rollout_batch_size),
         forward_micro_batches=math.ceil(samples / (cfg.micro_rollout_batch_size * ranks)) if static else None,
         num_rows=num_rows,
         num_rollouts=rollouts,
         total_steps=total,
         warmup_steps=_warmup(cfg, total),
+        actor_steps=actor,
+        actor_warmup_steps=_warmup(cfg, actor),
         prompt_limit=prompt_limit(cfg),
         gpus=gpus,
         total_gpus=total_gpus,
     )
+
+
+def frozen_rollouts(cfg: PPOConfig) -> int:
+    """Rollouts, from the first one on, that the actor is not trained on: numbers 0 to --freezing_actor_steps."""
+    return cfg.freezing_actor_steps + 1
+
+
+def _steps_of(cfg: PPOConfig, num_rows: int, rollouts: int) -> int:
+    """Optimizer steps on the first rollouts; in every episode they are full ones but for the last."""
+    full, rest = divmod(num_rows, cfg.rollout_batch_size)
+    short = rollouts // (full + 1) if rest else 0
+    return (rollouts - short) * optimizer_steps(cfg, cfg.rollout_batch_size) + short * optimizer_steps(cfg, rest)
 
 
 def prompt_limit(cfg: PPOConfig) -> int:

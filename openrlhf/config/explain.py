@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config.commands import COMMANDS, PPOConfig, TrainerOptions
-from openrlhf.config.derive import Derived, count_rows, data_copies, derive
+from openrlhf.config.derive import Derived, count_rows, data_copies, derive, frozen_rollouts
 from openrlhf.config.flag import flag_specs
 from openrlhf.config.help import specs_by_group
 from openrlhf.config.parser import DEFAULT, Parsed, parse, world_size_from_environment
@@ -119,6 +119,11 @@ def _describe_steps(cfg: TrainerOptions, derived: Derived) -> list[str]:
         return [*lines, "nothing is trained"]
     more = ", fewer if dynamic_filtering runs out of prompts" if getattr(cfg, "dynamic_filtering", False) else ""
     lines.append(f"total optimizer steps: {derived.total_steps}, {derived.warmup_steps} of them warm-up{more}")
+    if derived.actor_steps != derived.total_steps and isinstance(cfg, PPOConfig):
+        lines.append(
+            f"optimizer steps of the actor: {derived.actor_steps}, {derived.actor_warmup_steps} of them warm-up; it is "
+            f"frozen in the first {frozen_rollouts(cfg)} rollouts"
+        )
     return lines
 
 

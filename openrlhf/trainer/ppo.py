@@ -13,7 +13,7 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.cluster.group import PendingCall, WorkerGroup
 from openrlhf.config import PPOConfig
-from openrlhf.config.derive import data_parallel_size, derive
+from openrlhf.config.derive import data_parallel_size, derive, frozen_rollouts
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer, oldest_first
 from openrlhf.rollout.dump import RolloutDumpWriter
@@ -295,7 +295,7 @@ class PPOTrainer:
         """Policy and critic updates, side by side where they have devices of their own."""
         system, cfg = self.system, self.cfg
         calls = []
-        if self.global_step > cfg.freezing_actor_steps:
+        if self.global_step >= frozen_rollouts(cfg):
             kl_coef = self.kl.value if cfg.use_kl_loss and system.ref is not None else 0.0
             ranks = data_parallel_size(cfg, len(system.actor))
             steps = step_batches(experience, plan, ranks, cfg, POLICY_COLUMNS, kl_coef)

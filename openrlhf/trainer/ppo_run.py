@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.cluster.placement import roles_of
 from openrlhf.cluster.ray_cluster import disconnect
 from openrlhf.config import PPOConfig
-from openrlhf.config.derive import derive, prompt_limit
+from openrlhf.config.derive import derive, frozen_rollouts, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.engines.rollouts import (
@@ -122,10 +122,11 @@ def _train(cfg: PPOConfig, console: Console) -> None:
     if cfg.load_rollouts:
         files = replayed_files(cfg)
         total_steps = replayed_steps(cfg, files)
+        actor_steps = replayed_steps(cfg, files[frozen_rollouts(cfg) :])
         console.say(f"{len(files)} rollouts of {cfg.load_rollouts}, {total_steps} optimizer steps")
     else:
         derived = derive(cfg, len(inputs.rows))
-        total_steps = derived.total_steps or 0
+        total_steps, actor_steps = derived.total_steps or 0, derived.actor_steps or 0
         console.say(
             f"{len(inputs.rows)} prompts, {derived.num_rollouts} rollouts of {derived.samples_per_rollout} samples, "
             + ("nothing is trained" if cfg.rollout_only else f"{total_steps} optimizer steps")
@@ -139,7 +140,8 @@ def _train(cfg: PPOConfig, console: Console) -> None:
     try:
         system = start_system(
             cfg,
-            actor_steps=total_steps or 1,
+            actor_steps=max(1, actor_steps),
+            critic_steps=max(1, total_steps),
             log_dir=log_dir,
             report=console.say,
         )

@@ -152,12 +152,12 @@ def cluster_device() -> str:
     return "GPU" if ray.cluster_resources().get("GPU", 0) > 0 else "CPU"
 
 
-def start_system(cfg: PPOConfig, *, actor_steps: int, log_dir: Path, report: Report) -> PPOSystem:
+def start_system(cfg: PPOConfig, *, actor_steps: int, critic_steps: int, log_dir: Path, report: Report) -> PPOSystem:
     """Connect to Ray, place and start everything, and load the models.
 
     Args:
         cfg: a validated configuration.
-        actor_steps: optimizer steps that the schedules span.
+        actor_steps, critic_steps: optimizer steps that the schedules span.
         log_dir: every process writes its output to a file there.
         report: gets one line a milestone.
 
@@ -196,7 +196,8 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, log_dir: Path, report: Rep
             if cfg.vllm_enable_sleep:
                 engines.sleep()
             loading = []
-        loading.extend(group.submit("load", cfg, actor_steps) for group in groups.values())
+        steps = {"critic": critic_steps}
+        loading.extend(group.submit("load", cfg, steps.get(role, actor_steps)) for role, group in groups.items())
         PendingCall.results(loading, left())
         report(f"Models and engines ready after {cfg.start_timeout - left():.0f} s")
         system = PPOSystem(

@@ -45,8 +45,10 @@ def test_dpo_steps() -> None:
 
 
 def test_ppo_steps_by_counting() -> None:
-    """Against a walk over the prompts, with incomplete last rollouts and a step limit."""
-    for rows, episodes, epochs, limit in itertools.product((1, 7, 8, 9, 20), (1, 3), (1, 2), (-1, 1, 3, 4, 100)):
+    """Against a walk over the prompts, with incomplete last rollouts, a step limit and a frozen actor."""
+    for rows, episodes, epochs, limit, frozen in itertools.product(
+        (1, 7, 8, 9, 20), (1, 3), (1, 2), (-1, 1, 3, 4, 100), (-1, 0, 4)
+    ):
         config = ppo(
             rollout_batch_size=8,
             n_samples_per_prompt=2,
@@ -54,17 +56,19 @@ def test_ppo_steps_by_counting() -> None:
             num_episodes=episodes,
             max_epochs=epochs,
             max_steps=limit,
+            freezing_actor_steps=frozen,
         )
-        rollouts = steps = 0
+        rollouts = steps = actor = 0
         for _ in range(episodes):
             for start in range(0, rows, 8):
                 if limit > 0 and rollouts == limit:
                     break
-                rollouts += 1
                 samples = 2 * min(8, rows - start)
                 steps += epochs * len(range(0, samples, 4))
+                actor += epochs * len(range(0, samples, 4)) if rollouts > frozen else 0
+                rollouts += 1
         derived = derive(config, num_rows=rows)
-        assert (derived.num_rollouts, derived.total_steps) == (rollouts, steps)
+        assert (derived.num_rollouts, derived.total_steps, derived.actor_steps) == (rollouts, steps, actor)
 
 
 def test_steps_are_those_of_the_planner() -> None:

@@ -43,6 +43,10 @@ def test_explain_shows_origins_and_arithmetic(tmp_path: Path, capsys: pytest.Cap
         "GPUs (or ranks, on CPU): 25 in all; actor 8, ref 8, critic 8, engines 1",
     ):
         assert line in lines
+    frozen = "--rollout_batch_size 8 --num_rows 40 --freezing_actor_steps 1".split()
+    _, out, _ = run(capsys, "explain", PPO, *REQUIRED[PPO], *flags, *frozen)
+    assert "total optimizer steps: 30, 1 of them" in out
+    assert "optimizer steps of the actor: 26, 1 of them warm-up; it is frozen in the first 2 rollouts" in out
 
 
 def test_explain_half_a_run(capsys: pytest.CaptureFixture[str]) -> None:

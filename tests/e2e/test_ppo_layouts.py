@@ -86,7 +86,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")
-        system = start_system(cfg, actor_steps=10, log_dir=folder / "logs", report=print)
+        system = start_system(cfg, actor_steps=10, critic_steps=10, log_dir=folder / "logs", report=print)
         sharded_cfg = replace(cfg, zero_stage=3, micro_train_batch_size=2, packing_samples=True)
         sharded, cluster = _start_sharded(sharded_cfg, folder / "sharded_logs")
         rows = load_prompts(cfg, load_tokenizer(model), max_tokens=32)
