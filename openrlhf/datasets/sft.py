@@ -32,7 +32,7 @@ _SAMPLE = 4096
 
 EMPTY_PROMPT = "empty prompt"
 EMPTY_RESPONSE = "empty response"
-TOO_LONG = "prompt fills max_len"
+TOO_LONG = "prompt with its template takes all of --max_len"
 _FEATURES = Features(
     {
         "token_ids": SequenceFeature(Value("int32")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -194,7 +195,22 @@ def _load_file(source: Source, path: Path) -> Dataset | DatasetDict:
     try:
         return read_as_written(loader, data_files=str(path))
     except (DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(f"cannot read {source.path!r} as {loader}: {_reason(error)}") from error
+        reason = (_where_json_ends(path) if loader == "json" else None) or _reason(error)
+        raise DataError(f"cannot read {source.path!r} as {loader}: {reason}") from error
+
+
+def _where_json_ends(path: Path) -> str | None:
+    """Line and reason for which a file is neither a JSON list nor a JSON value a line; None if it is one of them."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        is_list = path.suffix == ".json" and file.read(1) == "["
+        file.seek(0)
+        for number, line in enumerate([file.read()] if is_list else file):
+            try:
+                if line.strip():
+                    json.loads(line)
+            except json.JSONDecodeError as error:
+                return f"line {number + error.lineno}, column {error.colno}: {error.msg}"
+    return None
 
 
 def _load_folder(source: Source, path: Path) -> Dataset | DatasetDict:

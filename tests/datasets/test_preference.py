@@ -13,6 +13,7 @@ from datasets import Dataset
 
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
+from openrlhf.datasets.sft import TOO_LONG
 from openrlhf.datasets.sources import DataError, load_rows
 from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
 
@@ -168,7 +169,7 @@ class TestUnusable:
             "empty response (rejected)": 1,
             "chosen and rejected are the same": 1,
             "chosen and rejected are the same up to max_len": 1,
-            "prompt fills max_len": 1,
+            TOO_LONG: 1,
         }
         assert told[0].startswith("rows.jsonl: 5 of 6 rows are left out: ")
         reward = build(rows, RMConfig, prompt_key="p", max_len=8)

@@ -193,8 +193,11 @@ def test_empty_and_damaged_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="empty file"):
         load_rows(str(tmp_path / "empty.jsonl"))
     (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{broken\n')
-    with pytest.raises(DataError, match=r"cannot read .*bad.jsonl"):
+    with pytest.raises(DataError, match=r"cannot read .*bad.jsonl' as json: line 2, column 2: Expecting property name"):
         load_rows(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "bad.json").write_text('[{"input": "a"},\n {"input": "b"},\n {"input" "c"}]')
+    with pytest.raises(DataError, match=r"cannot read .*bad.json' as json: line 3, column 11: Expecting ':' delimiter"):
+        load_rows(str(tmp_path / "bad.json"))
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="cannot read the folder.*nothing"):
         load_rows(str(tmp_path / "folder"))
