@@ -10,7 +10,6 @@ HANDLED = {
     "ConfigError": "the parser prints every mistake and ends with 2",
     "RewardSourceError": "becomes a mistake in the flags, or a RewardError",
     "ImageError": "becomes a lost prompt, a DataError or an AgentError",
-    "WeightSyncError": "raised in a worker, whose group makes a WorkerError of it",
     "StalenessError": "a mistake of the loop, not of the user",
 }
 """Errors that no command meets as they are, and why."""
