@@ -98,6 +98,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
     if isinstance(cfg, DPOConfig) and not cfg.ref_pretrain:
         changer.set("ref_pretrain", cfg.pretrain, "as --pretrain")
     if isinstance(cfg, PPOConfig):
+        _rewards(changer, cfg)
         _lengths(changer, cfg)
         _correction(changer, cfg)
         _critic(changer, cfg)
@@ -144,6 +145,19 @@ def _eval_split_of_files(changer: _Changer) -> None:
         return
     if all(source.is_file for source in parse_sources(cfg.eval_dataset)):
         changer.set("eval_split", "train", "the only split of a file")
+
+
+def _rewards(changer: _Changer, cfg: PPOConfig) -> None:
+    """An agent gives its rewards itself, and a function or a server goes before a reward model."""
+    if cfg.agent_func_path:
+        note = "--remote_rm_url isn't used: the agent of --agent_func_path gives the rewards"
+        changer.set("remote_rm_url", None, "--agent_func_path", note)
+    source = next((f for f in ("agent_func_path", "remote_rm_url", "custom_rm_path") if getattr(cfg, f)), None)
+    if source is not None:
+        note = f"--reward_pretrain isn't used: --{source} gives the rewards"
+        if cfg.advantage_estimator == "gae" and not cfg.critic_pretrain:
+            note += ". The critic starts from --pretrain; to start from the reward model, --critic_pretrain names it"
+        changer.set("reward_pretrain", None, f"--{source}", note)
 
 
 def _lengths(changer: _Changer, cfg: PPOConfig) -> None:

@@ -30,7 +30,11 @@ LOSS_AGG_MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 class RewardOptions(OptionGroup):
     title: ClassVar[str] = "Rewards"
 
-    reward_pretrain: str | None = flag(None, "reward model: a local folder or a hub id", "reward.model_name_or_path")
+    reward_pretrain: str | None = flag(
+        None,
+        "reward model: a local folder or a hub id; not used where an agent, a function or a server gives the rewards",
+        "reward.model_name_or_path",
+    )
     remote_rm_url: str | None = flag(
         None,
         "URLs of reward servers, separated by commas, or a .py file that defines reward_func, or builtin:math or "
@@ -40,7 +44,11 @@ class RewardOptions(OptionGroup):
     reward_weights: str | None = flag(
         None, "name=number, separated by commas: weights of the named rewards; 1 each if not given", since="new"
     )
-    agent_func_path: str | None = flag(None, ".py file that defines the class AgentExecutor", "train.agent_func_path")
+    agent_func_path: str | None = flag(
+        None,
+        ".py file that defines the class AgentExecutor, which gives the rewards in the place of remote_rm_url",
+        "train.agent_func_path",
+    )
     normalize_reward: bool = flag(
         False, "standardize a reward model's scores with the mean and std of its config.json", "reward.normalize_enable"
     )

@@ -71,8 +71,7 @@ def _check_rewards(cfg: PPOConfig) -> Iterator[Violation]:
         yield Violation("remote_rm_url", "nothing gives a reward", f"use one of {choices}")
     elif len(sources) > 1:
         given = " and ".join("--" + flag for flag in sources)
-        fix = "keep one" + ("; a critic's model is --critic_pretrain" if "reward_pretrain" in sources else "")
-        yield Violation(sources[0], f"{given} all give rewards, and only one can count", fix)
+        yield Violation(sources[0], f"{given} both give rewards, and only one can count", "keep one")
     elif cfg.agent_func_path and cfg.custom_generate_function_path:
         problem = "--agent_func_path and --custom_generate_function_path both play the episodes"
         yield Violation("custom_generate_function_path", problem, "keep one")

@@ -8,6 +8,7 @@ import pytest
 from config_cases import REQUIRED, failing, parsed, violations, write
 
 from openrlhf.config import parse
+from openrlhf.config.derive import gpus_per_role
 from openrlhf.config.limits import LIMITS
 
 PPO = "train_ppo_ray"
@@ -415,9 +416,28 @@ class TestRewards:
 
     def test_more_than_one(self, tmp_path: Path) -> None:
         agent = write(tmp_path / "agent.py", "")
-        found = ppo_without_reward("--agent_func_path", agent, "--reward_pretrain", "org/rm")
-        assert "--agent_func_path and --reward_pretrain" in found["agent_func_path"]
-        assert "--critic_pretrain" in found["agent_func_path"]
+        found = ppo_without_reward("--agent_func_path", agent, "--custom_rm_path", "a.b")
+        assert "--agent_func_path and --custom_rm_path both give rewards" in found["agent_func_path"]
+
+    @pytest.mark.parametrize(
+        "source", ["--remote_rm_url http://a", f"--agent_func_path {__file__}", "--custom_rm_path a.b"]
+    )
+    def test_a_reward_model_beside_another_source_is_not_used(self, source: str) -> None:
+        """As in OpenRLHF, the critic then starts from the policy's model."""
+        flags = [*NO_REWARD, *source.split(), "--reward_pretrain", "org/rm"]
+        result = parse(PPO, [*flags, "--reward_num_nodes", "0"])
+        cfg = result.config
+        assert not result.violations and (cfg.reward_pretrain, cfg.critic_pretrain) == (None, "org/model")
+        assert "reward" not in gpus_per_role(cfg)[0]
+        assert f"--reward_pretrain isn't used: {source.split()[0]} gives" in result.notes[0]
+        assert "The critic starts from --pretrain" in result.notes[0]
+        named = parse(PPO, [*flags, "--critic_pretrain", "org/rm"])
+        assert named.config.critic_pretrain == "org/rm" and "critic" not in named.notes[0]
+
+    def test_an_agent_beside_a_server(self) -> None:
+        result = parse(PPO, [*NO_REWARD, "--agent_func_path", __file__, "--remote_rm_url", "nowhere.py"])
+        assert not result.violations and result.config.remote_rm_url is None
+        assert "--remote_rm_url isn't used" in result.notes[0]
 
     def test_each_alone(self, tmp_path: Path) -> None:
         python = write(tmp_path / "file.py", "")

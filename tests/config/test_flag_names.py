@@ -42,7 +42,7 @@ VALUES = {
     "input_template": "Q: {}",
 }
 # Flags that are switched off or taken back unless another flag is there too.
-TOGETHER = {"vllm_enable_sleep": ["--colocate_all_models"]}
+TOGETHER = {"vllm_enable_sleep": ["--colocate_all_models"], "reward_pretrain": ["--remote_rm_url="]}
 
 ROWS = {
     command: [[cell.strip() for cell in line.split(" |")] for line in text.strip().splitlines()]
