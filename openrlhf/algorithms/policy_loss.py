@@ -77,7 +77,7 @@ class PolicyLoss:
         per_token: ``[N]``, to be aggregated.
         metrics: detached per-token values ``[N]``, to be averaged over unmasked tokens: ``ratio``,
             ``ppo_clip_ratio`` (1 where the clip took effect), ``ppo_kl`` (old minus new log-prob), and
-            those of the rollout correction.
+            those of the rollout correction; without a weight, none about its bounds.
     """
 
     per_token: Tensor
@@ -147,6 +147,8 @@ def policy_loss(
     clean = _clean(inputs)
     weight = None
     metrics: dict[str, Tensor] = {}
+    with torch.no_grad():
+        ppo_kl = -_log_ratio(clean)
     if correction is not None:
         if clean.rollout_logprobs is None:
             raise ValueError(
@@ -158,12 +160,13 @@ def policy_loss(
         metrics.update(corrected.metrics)
         if spec.rollout_ratio:
             clean = replace(clean, old_logprobs=clean.rollout_logprobs)
+            del metrics["is_clip_ratio"], metrics["is_filter_ratio"]
         else:
             weight = corrected.weight
     per_token, own_metrics = spec.function(clean, settings)
     if weight is not None:
         per_token = per_token * weight
-    metrics.update(own_metrics)
+    metrics.update(own_metrics, ppo_kl=ppo_kl)
     mask = clean.action_mask
     return PolicyLoss(
         zero_masked(per_token, mask),
@@ -215,7 +218,7 @@ def ppo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor,
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.exp()
     loss, clipped = _clipped_surrogate(ratio, inputs.advantages, settings)
-    return loss, {"ratio": ratio, "ppo_clip_ratio": clipped, "ppo_kl": -log_ratio}
+    return loss, {"ratio": ratio, "ppo_clip_ratio": clipped}
 
 
 @register_policy_loss("gspo", aggregation="seq-mean-token-mean", rollout_ratio=True)
@@ -230,7 +233,7 @@ def gspo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     token_mean = mean[sequence_ids(inputs.cu_seqlens, log_ratio.numel())]
     ratio = (token_mean + inputs.logprobs - inputs.logprobs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, inputs.advantages, settings)
-    return loss, {"ratio": ratio, "ppo_clip_ratio": clipped, "ppo_kl": -log_ratio}
+    return loss, {"ratio": ratio, "ppo_clip_ratio": clipped}
 
 
 @register_policy_loss("cispo")
@@ -243,7 +246,7 @@ def cispo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tenso
     ratio = log_ratio.exp().detach()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss = -weight * inputs.advantages * inputs.logprobs
-    return loss, {"ratio": ratio, "ppo_clip_ratio": (weight != ratio).float(), "ppo_kl": -log_ratio}
+    return loss, {"ratio": ratio, "ppo_clip_ratio": (weight != ratio).float()}
 
 
 @register_policy_loss("gmpo", aggregation="seq-mean-token-mean")
@@ -260,7 +263,7 @@ def gmpo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     mean = masked_sequence_mean(chosen, inputs.action_mask, inputs.cu_seqlens)
     ratio = mean.exp()[sequence_ids(inputs.cu_seqlens, log_ratio.numel())]
     clipped = (chosen != log_ratio).float()
-    return -ratio * inputs.advantages, {"ratio": ratio, "ppo_clip_ratio": clipped, "ppo_kl": -log_ratio}
+    return -ratio * inputs.advantages, {"ratio": ratio, "ppo_clip_ratio": clipped}
 
 
 @register_policy_loss("sapo")
@@ -276,4 +279,4 @@ def sapo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     tau = torch.where(inputs.advantages > 0, settings.sapo_tau_positive, negative)
     loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1)) * inputs.advantages
     outside = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
-    return loss, {"ratio": ratio, "ppo_clip_ratio": outside.float(), "ppo_kl": -log_ratio}
+    return loss, {"ratio": ratio, "ppo_clip_ratio": outside.float()}

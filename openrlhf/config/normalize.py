@@ -15,6 +15,7 @@ from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
+from openrlhf.config.unread import unread_flags
 from openrlhf.config.values import show_value
 
 # The limits that train_ppo_ray had in the releases with --prompt_max_len and --generate_max_len.
@@ -330,6 +331,8 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         changer.note("--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL")
     elif not cfg.use_kl_loss and cfg.kl_estimator != "k1":
         changer.note(f"--kl_estimator {cfg.kl_estimator} is meant for --use_kl_loss; in the reward use k1")
+    for text in unread_flags(cfg):
+        changer.note(text)
 
 
 def _packing(changer: _Changer) -> None:

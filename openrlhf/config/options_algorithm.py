@@ -20,6 +20,7 @@ ESTIMATORS = (
     "pass_at_k",
 )
 GROUP_ESTIMATORS = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo", "opo", "pass_at_k")
+WHITENED_ESTIMATORS = ("gae", "reinforce", "reinforce_baseline")
 POLICY_LOSSES = ("ppo", "gspo", "cispo", "gmpo", "sapo")
 # These average over sequences, whatever loss_agg_mode says.
 SEQUENCE_LOSSES = ("gspo", "gmpo")

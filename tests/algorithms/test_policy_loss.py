@@ -363,6 +363,8 @@ def test_gspo_with_correction_takes_its_ratio_against_the_rollout() -> None:
     want = policy_loss("gspo", replace(inputs, old_logprobs=inputs.rollout_logprobs), PolicyLossSettings())
     assert torch.equal(got.per_token, want.per_token)
     assert got.metrics["vllm_kl"].tolist() == pytest.approx([-0.1, 0.3], abs=1e-6)
+    assert got.metrics["ppo_kl"].tolist() == pytest.approx([-0.1, -0.3], abs=1e-6)  # against the policy, as ever
+    assert not {"is_clip_ratio", "is_filter_ratio"} & set(got.metrics)  # there is no weight to clamp or to set to 0
 
 
 def test_correction_needs_the_rollout_logprobs() -> None:

@@ -371,6 +371,7 @@ class TestAlgorithms:
         for name in ADVANTAGE_ESTIMATORS.names():
             spec = ADVANTAGE_ESTIMATORS.get(name)
             assert spec.needs_group == (name in declared.GROUP_ESTIMATORS)
+            assert spec.whiten == (name in declared.WHITENED_ESTIMATORS)
             assert spec.needs_critic == (name == "gae")
         assert set(declared.POLICY_LOSSES) == set(LOSSES.names())
         forced = {name for name in LOSSES.names() if LOSSES.get(name).aggregation}

@@ -172,6 +172,9 @@ class TestPlacement:
         assert "moves no optimizer state" in notes
 
 
+GSPO = "--policy_loss_type gspo --enable_vllm_is_correction"
+
+
 class TestAlgorithm:
     def test_clip_pair(self) -> None:
         assert changed("eps_clip_low_high", "--eps_clip", "0.3")[0] == (0.3, 0.3)
@@ -211,6 +214,36 @@ class TestAlgorithm:
             ("--normalize_reward", "only reward models"),
             ("--enable_vllm_is_correction --min_p 0.1", "the ratios have a bias"),
             ("--min_p 0.1", ""),
+            (
+                "--policy_loss_type cispo --dual_clip 3",
+                "--dual_clip changes nothing: it bounds the ratio in ppo and gspo",
+            ),
+            ("--policy_loss_type gmpo --dual_clip 3", "not in gmpo"),
+            ("--policy_loss_type gspo --dual_clip 3", ""),
+            ("--policy_loss_type sapo --eps_clip 0.3", "--eps_clip changes nothing: sapo has no clip"),
+            ("--policy_loss_type sapo --eps_clip_low_high 0.2 0.3", "--eps_clip_low_high changes nothing: sapo has no"),
+            ("--policy_loss_type sapo", ""),
+            (f"{GSPO} --vllm_is_correction_type seq-mask-tis", "--vllm_is_correction_type changes nothing: gspo takes"),
+            (f"{GSPO} --vllm_is_truncated_threshold 0.9 1.1", "--vllm_is_truncated_threshold changes nothing: gspo"),
+            (
+                f"{GSPO} --vllm_is_correction_gating tv --vllm_is_correction_type icepop "
+                "--vllm_is_truncated_threshold 0 2",
+                "gating change nothing: gspo takes its ratio",
+            ),
+            (GSPO, ""),
+            ("--vllm_is_truncated_threshold 0.9 1.1", "--enable_vllm_is_correction switches"),
+            ("--enable_vllm_is_correction --vllm_is_truncated_threshold 0.9 1.1", ""),
+            (
+                "--advantage_estimator reinforce --lambd 0.9 --value_clip 0.2",
+                "--lambd, --value_clip change nothing: reinforce has no critic",
+            ),
+            ("--advantage_estimator reinforce --no_advantage_std_norm", ""),
+            ("--advantage_estimator remax --no_advantage_std_norm", "remax does not whiten"),
+            ("--pass_k 2", "belongs to --advantage_estimator pass_at_k"),
+            ("--overlong_penalty_factor 2", "--overlong_buffer_len switches"),
+            ("--kl_horizon 5", "--kl_target makes"),
+            ("--kl_unbiased_gradient", "is about --use_kl_loss"),
+            ("--ema_beta 0.9", "--enable_ema keeps"),
         ],
     )
     def test_remarks(self, flags: str, note: str) -> None:

@@ -217,11 +217,10 @@ def policy_step(
                 loss, clipped = policy_tokens(cfg, new, columns["rollout_logprobs"], columns["advantages"])
             else:
                 loss = loss * weight
-            sums.add(is_ratio=rho, is_ratio_sq=rho**2, vllm_kl=-rho.log(), is_clip_ratio=weight != rho)
-            sums.add(is_filter_ratio=torch.zeros_like(rho))
+                sums.add(is_clip_ratio=weight != rho, is_filter_ratio=torch.zeros_like(rho))
+            sums.add(is_ratio=rho, is_ratio_sq=rho**2, vllm_kl=-rho.log())
         losses.append(loss)
-        base = columns["rollout_logprobs"] if _rollout_ratio(cfg) else old
-        sums.add(ppo_clip_ratio=clipped, ppo_kl=base - new)
+        sums.add(ppo_clip_ratio=clipped, ppo_kl=old - new)
         if "rollout_logprobs" in columns:
             sums.add(logprobs_diff=(old - columns["rollout_logprobs"]).abs())
         if "ref_logprobs" in columns:
@@ -240,10 +239,6 @@ def policy_step(
     if entropies and cfg.entropy_loss_coef:
         total = total - cfg.entropy_loss_coef * _mean(entropies, mode, constant)
     return total, {"policy_loss": float(policy.detach()), **sums.means()}
-
-
-def _rollout_ratio(cfg: PPOConfig) -> bool:
-    return cfg.enable_vllm_is_correction and cfg.policy_loss_type == "gspo"
 
 
 def value_step(
