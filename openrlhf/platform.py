@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from openrlhf.utils.process import THREADS, available_cores
+
 
 def device_type() -> str:
     """``"cuda"`` when this process sees a GPU, else ``"cpu"``. ``OPENRLHF_DEVICE=cpu`` hides the GPUs."""
@@ -67,25 +69,19 @@ def prepare_process(threads: int | None = None) -> None:
         os.environ["PATH"] = os.pathsep.join([bin_dir, *paths])
     # DeepSpeed's use of torch.distributed, not ours to change
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
-    if device_type() == "cuda":
-        return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+    if device_type() == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Also beside a GPU: the optimizer of --adam_offload is CPU work.
+    if threads is None and THREADS not in os.environ:
         threads = max(1, available_cores() // local_processes())
     if threads is not None:
+        os.environ[THREADS] = str(threads)  # for libraries whose threads start later
         torch.set_num_threads(threads)
 
 
 def local_processes(default: int = 1) -> int:
     """Processes of the run on this host, by what torchrun or the deepspeed launcher says."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or default)
-
-
-def available_cores() -> int:
-    """CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def empty_cache() -> None:

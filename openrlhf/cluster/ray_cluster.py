@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.cluster.placement import Group, PlacementError, PlacementPlan, check_fits, order_devices
 from openrlhf.utils import interrupts
+from openrlhf.utils.process import THREADS, chosen_threads, job_variables
 
 FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "PYTHONPATH")
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_")
@@ -50,8 +50,10 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     for name, value in environ.items():
         if name in FORWARDED_VARIABLES or name.startswith(FORWARDED_PREFIXES):
             chosen[name] = value
-    job = json.loads(environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    of_the_job = (job.get("runtime_env") or {}).get("env_vars") or {}
+    threads = chosen_threads(environ)
+    if threads is not None:
+        chosen[THREADS] = threads
+    of_the_job = job_variables(environ)
     return {name: value for name, value in chosen.items() if name not in of_the_job}
 
 
@@ -109,6 +111,17 @@ class Cluster:
                 placement_group=device.group, placement_group_bundle_index=device.bundle
             ),
         }
+
+    def processes_beside(self, role: str, process: int, roles: Collection[str]) -> int:
+        """How many processes of some roles are on the node of one process."""
+        node = self.devices_of(role, process)[0].node
+        return sum(
+            self.devices_of(other.name, index)[0].node == node
+            for group in self.plan.groups
+            for other in group.roles
+            if other.name in roles
+            for index in range(other.processes)
+        )
 
     def visible_devices(self, role: str, process: int) -> str | None:
         """CUDA_VISIBLE_DEVICES for one process: all its GPUs; None without GPUs."""

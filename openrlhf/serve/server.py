@@ -27,7 +27,7 @@ from openrlhf.serve.metrics import SHARED_FOLDER
 from openrlhf.tools.errors import ToolError
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
-from openrlhf.utils.process import die_with_parent
+from openrlhf.utils.process import available_cores, die_with_parent
 
 logger = get_logger(__name__)
 
@@ -89,7 +89,7 @@ def _serve_here(cfg: ServeRMConfig, sock: socket.socket, index: int, on_ready: A
     from openrlhf.tools.loading import LoadSettings, use_modelscope
     from openrlhf.tools.scoring import RewardScorer
 
-    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, platform.available_cores() // cfg.workers)
+    threads = None if "OMP_NUM_THREADS" in os.environ else max(1, available_cores() // cfg.workers)
     platform.prepare_process(threads)
     assert cfg.reward_pretrain is not None
     if cfg.use_ms:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+
+THREADS = "OMP_NUM_THREADS"
 
 
 def redirect_output(path: str | Path) -> None:
@@ -53,6 +57,26 @@ def tail(path: str | Path, lines: int = 25, max_bytes: int = 64 * 1024) -> str:
     except OSError as error:
         return f"({path}: {error.strerror})"
     return "\n".join(text.splitlines()[-lines:])
+
+
+def available_cores() -> int:
+    """CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def job_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that ``ray job submit`` was told to set; none outside of a job."""
+    job = json.loads(environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return (job.get("runtime_env") or {}).get("env_vars") or {}
+
+
+def chosen_threads(environ: Mapping[str, str]) -> str | None:
+    """OMP_NUM_THREADS, where somebody chose it: in the command of a job Ray sets it to 1."""
+    threads = environ.get(THREADS) or None
+    by_ray = threads == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and THREADS not in job_variables(environ)
+    return None if by_ray else threads
 
 
 def free_port(host: str = "") -> int:

@@ -17,9 +17,7 @@ from openrlhf.cluster.group import Member, PendingCall, WorkerGroup
 from openrlhf.cluster.ray_cluster import Cluster
 from openrlhf.config import PPOConfig
 from openrlhf.utils.network import node_address
-from openrlhf.utils.process import redirect_output, seed_process
-from openrlhf.workers.custom_algorithms import load_custom_algorithms
-from openrlhf.workers.messages import StepBatch
+from openrlhf.utils.process import THREADS, available_cores, chosen_threads, redirect_output, seed_process
 
 if TYPE_CHECKING:
     from openrlhf.algorithms.metrics import MetricSum
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from openrlhf.platform import MemoryStats
     from openrlhf.workers.backoff import MemoryBackoff
     from openrlhf.workers.deepspeed_engine import TrainEngine
+    from openrlhf.workers.messages import StepBatch
 
 # torch, DeepSpeed and the model code are imported inside the methods: the visible devices and the number of threads
 # must be set before, and the driver, which imports these classes to start them, needs none of it.
@@ -41,10 +40,23 @@ class ModelWorker:
         world_size: their number.
         log_file: where everything that this process prints goes.
         visible_devices: CUDA_VISIBLE_DEVICES, or None without GPUs.
+        sharers: processes that share the node's cores with this one, itself included; None: OMP_NUM_THREADS says how
+            many threads it has.
     """
 
-    def __init__(self, role: str, rank: int, world_size: int, log_file: str, visible_devices: str | None) -> None:
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        world_size: int,
+        log_file: str,
+        visible_devices: str | None,
+        sharers: int | None = None,
+    ) -> None:
         redirect_output(log_file)
+        if sharers is not None:
+            # Ray's own choice goes by the part of a core that the process books, and is one thread.
+            os.environ[THREADS] = str(max(1, available_cores() // sharers))
         if visible_devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -71,8 +83,7 @@ class ModelWorker:
         from openrlhf import platform
         from openrlhf.workers.rendezvous import join_group
 
-        on_cpu = platform.device_type() == "cpu"
-        platform.prepare_process(max(1, platform.available_cores() // self.world_size) if on_cpu else None)
+        platform.prepare_process()
         platform.set_device(0)
         join_group(
             self.rank, self.world_size, host, port, join_timeout=join_timeout, timeout=timeout, store=self._store
@@ -203,6 +214,7 @@ class PolicyWorker(TrainedWorker):
         from openrlhf.models.loading import load_causal_lm
         from openrlhf.models.logprobs import PolicyModel
         from openrlhf.models.vision import freeze_visual_encoder
+        from openrlhf.workers.custom_algorithms import load_custom_algorithms
         from openrlhf.workers.deepspeed_engine import TrainEngine
         from openrlhf.workers.objectives import PolicyObjective
         from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
@@ -371,6 +383,8 @@ ROLE_WORKERS: dict[str, type[ModelWorker]] = {
     "ref": ReferenceWorker,
     "reward": RewardWorker,
 }
+TRAINED_ROLES = {role for role, worker in ROLE_WORKERS.items() if issubclass(worker, TrainedWorker)}
+"""They train at the same time."""
 
 
 def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float, data_copies: int = 1) -> WorkerGroup:
@@ -386,10 +400,13 @@ def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float, data_
     world_size = next(r.processes for r in cluster.plan.group_of(role).roles if r.name == role)
     actor_class = ray.remote(ROLE_WORKERS[role])
     members = []
+    # Others wait while these work on the CPU.
+    together = TRAINED_ROLES if role in TRAINED_ROLES else {role}
     for rank in range(world_size):
+        sharers = None if chosen_threads(os.environ) else cluster.processes_beside(role, rank, together)
         log_file = os.path.join(log_dir, f"{role}-{rank}.log")
         handle = actor_class.options(**cluster.actor_options(role, rank)).remote(
-            role, rank, world_size, log_file, cluster.visible_devices(role, rank)
+            role, rank, world_size, log_file, cluster.visible_devices(role, rank), sharers
         )
         members.append(Member(f"{role} rank {rank}", handle, log_file))
     return WorkerGroup(role, members, timeout, data_copies)

@@ -31,7 +31,8 @@ def test_gpu_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cores_are_shared_by_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(platform, "available_cores", lambda: 6)
     try:
@@ -42,6 +43,22 @@ def test_cores_are_shared_by_the_processes_of_a_host(monkeypatch: pytest.MonkeyP
         assert torch.get_num_threads() == 3, "the user's choice is left to OpenMP"
         platform.prepare_process(threads=1)
         assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_process_with_a_gpu_has_its_share_of_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer of --adam_offload runs there; of the launchers, deepspeed calls the number LOCAL_SIZE."""
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that what is set below ends with the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    monkeypatch.setattr(platform, "available_cores", lambda: 12)
+    try:
+        platform.prepare_process()
+        assert torch.get_num_threads() == 3 and os.environ["OMP_NUM_THREADS"] == "3"
     finally:
         torch.set_num_threads(before)
 

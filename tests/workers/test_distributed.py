@@ -40,6 +40,7 @@ if world.rank == 0:
     except DistributedError as error:
         assert "a rank that does not come" in str(error), error
         print("told")
+shutdown()
 """
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from openrlhf.config import PPOConfig
+from openrlhf.workers import model_worker
 from openrlhf.workers.model_worker import ROLE_WORKERS
 
 
@@ -45,3 +49,21 @@ def test_new_weights_follow_from_the_seed(role: str) -> None:
 def test_full_determinism_reaches_the_models() -> None:
     drawn("actor", replace(PPOConfig(), full_determinism=True))
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_nothing_starts_threads_before_a_process_knows_how_many() -> None:
+    """OpenMP reads OMP_NUM_THREADS when torch is imported; Ray imports this module before the class is made."""
+    code = "import sys, openrlhf.workers.model_worker; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_threads_are_a_share_of_the_cores_or_what_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray gives a process that books less than a core one thread."""
+    monkeypatch.setattr(model_worker, "redirect_output", lambda path: None)
+    monkeypatch.setattr(model_worker, "available_cores", lambda: 12)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for sharers, threads in ((None, "1"), (5, "2"), (20, "1")):
+        ROLE_WORKERS["actor"]("actor", 0, 1, str(tmp_path / "log"), None, sharers)
+        assert os.environ["OMP_NUM_THREADS"] == threads
