@@ -161,6 +161,9 @@ def _engine(cfg: BatchInferenceConfig) -> Any:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(8192, cfg.prompt_max_len + cfg.max_new_tokens),
         }
+    else:
+        # Having asked for the GPUs, this process can't be forked into vLLM's own any more, and vLLM does not see why.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if cfg.full_determinism:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     from vllm import LLM
