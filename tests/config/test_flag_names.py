@@ -42,7 +42,10 @@ VALUES = {
     "input_template": "Q: {}",
 }
 # Flags that are switched off or taken back unless another flag is there too.
-TOGETHER = {"vllm_enable_sleep": ["--colocate_all_models"], "reward_pretrain": ["--remote_rm_url="]}
+TOGETHER = {
+    ("train_ppo_ray", "vllm_enable_sleep"): ["--colocate_all_models"],
+    ("train_ppo_ray", "reward_pretrain"): ["--remote_rm_url="],
+}
 
 ROWS = {
     command: [[cell.strip() for cell in line.split(" |")] for line in text.strip().splitlines()]
@@ -111,7 +114,7 @@ def check_spellings(command: str, name: str, dotted: str, kind: str) -> None:
     for spelling in spellings:
         words = {"flag": [], "negated": [], "str*": ["q_proj", "v_proj"], "float2": ["0.25", "0.75"]}
         value = VALUES.get(flag, "text" if spec.kind is str else "1")
-        result = parsed(command, f"--{spelling}", *words.get(kind, [value]), *TOGETHER.get(flag, []))
+        result = parsed(command, f"--{spelling}", *words.get(kind, [value]), *TOGETHER.get((command, flag), []))
         assert not [v for v in result.violations if "is no flag" in v.problem or "takes" in v.problem]
         critics = spelling.startswith("critic.") and f"critic_{flag}" in flag_specs(COMMANDS[command].config)
         assert result.origins[f"critic_{flag}" if critics else flag] == "command line"
