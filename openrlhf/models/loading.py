@@ -451,6 +451,26 @@ def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | Non
     return tokenizer
 
 
+def get_tokenizer(
+    pretrain: str, model: nn.Module | None, padding_side: str = "left", strategy: Any = None, use_fast: bool = True
+) -> PreTrainedTokenizerBase:
+    """A tokenizer as users' files get it from ``openrlhf.utils``, with OpenRLHF's arguments.
+
+    Args:
+        model: its configuration gets the id of the pad token; may be None.
+        strategy: may be anything; how a model is trained does not matter to its tokenizer.
+
+    Raises:
+        ModelLoadError: there is no tokenizer, or it has no end-of-sequence token.
+    """
+    tokenizer = load_tokenizer(pretrain, use_fast=use_fast)
+    tokenizer.padding_side = padding_side
+    if model is not None:
+        config: Any = model.config
+        config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer
+
+
 # ------------------------------------------------------------------------------------------------- writing
 
 
