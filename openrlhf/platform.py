@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +96,27 @@ def synchronize() -> None:
     """Wait for the GPU work of this process."""
     if device_type() == "cuda":
         torch.cuda.synchronize()
+
+
+@contextmanager
+def on_default_stream() -> Iterator[None]:
+    """Inside, GPU work goes to the default stream, whichever is current outside; afterwards it is done."""
+    if device_type() != "cuda":
+        yield
+        return
+    stream = torch.cuda.default_stream()
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def used_on_current_stream(tensor: torch.Tensor) -> None:
+    """Let nobody have the memory of a tensor, once it is freed, before the current stream has done its work with it.
+
+    Without this only the stream that made the tensor counts.
+    """
+    if device_type() == "cuda":
+        tensor.record_stream(torch.cuda.current_stream())
 
 
 @dataclass(frozen=True)

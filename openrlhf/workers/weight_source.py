@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
+from openrlhf import platform
 from openrlhf.batching.buckets import DEFAULT_BUCKET_BYTES
 from openrlhf.workers.deepspeed_engine import TrainEngine
 
@@ -16,6 +17,9 @@ class TrainerSource(WeightSource):
 
     Walking it is a collective under ZeRO-3: all ranks do so in step. Tensors are full copies, at most
     :data:`DEFAULT_BUCKET_BYTES` of them at a time, so that the memory a sync takes does not grow with the model.
+
+    Transports take the tensors on streams of their own, those of one bucket on several, so a bucket is made on the
+    default stream and complete before the first of it is given away.
 
     Args:
         engine: the training engine.
@@ -28,5 +32,12 @@ class TrainerSource(WeightSource):
         return [ParamMeta(*meta) for meta in self._engine.parameter_meta()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in self._engine.gathered_parameters(DEFAULT_BUCKET_BYTES):
-            yield from bucket
+        buckets = self._engine.gathered_parameters(DEFAULT_BUCKET_BYTES)
+        while True:
+            with platform.on_default_stream():
+                bucket = next(buckets, None)
+            if bucket is None:
+                return
+            for name, tensor in bucket:
+                platform.used_on_current_stream(tensor)
+                yield name, tensor
