@@ -12,7 +12,8 @@ import torch
 from vllm.distributed.weight_transfer import packed_tensor
 
 from openrlhf import platform
-from openrlhf.batching.buckets import TensorMeta, plan_buckets
+from openrlhf.batching.buckets import plan_buckets
+from openrlhf.engines.weight_sync.layout import TensorMeta
 from openrlhf.workers import weight_source
 from openrlhf.workers.weight_source import TrainerSource
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
@@ -25,8 +26,14 @@ from openrlhf.engines.weight_sync import plugin
 from openrlhf.utils.network import node_address
 from openrlhf.utils.process import free_port
 
-PACKED_BUFFER_BYTES = 1024 * 1024 * 1024
-"""Size of the staging buffer of the CUDA transports; grows with a larger single tensor."""
+IPC_BUFFER_BYTES = 1024 * 1024 * 1024
+"""Size of the one buffer of the ``ipc`` transport, which holds whole tensors: more where a single one is larger."""
+
+NCCL_BUFFER_BYTES = 256 * 1024 * 1024
+"""The ``nccl`` transport ends a chunk with the tensor that takes it past this size, at both ends alike.
+
+Two chunks are on their way at once, on an engine's GPU beside the share that vLLM keeps to.
+"""
 
 T = TypeVar("T")
 
@@ -124,7 +131,6 @@ class WeightSender:
 
 
 def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: float) -> TrainerInitInfo:
-    buffer_bytes = max(PACKED_BUFFER_BYTES, largest)
     if transport == "gloo":
         from openrlhf.engines.weight_sync.gloo import GlooTrainerInitInfo
 
@@ -134,6 +140,7 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
     if transport == "ipc":
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
+        buffer_bytes = max(IPC_BUFFER_BYTES, largest)
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
     if transport == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -144,7 +151,7 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
             master_port=free_port(),
             world_size=1 + workers,
             packed=True,
-            packed_buffer_size_bytes=buffer_bytes,
+            packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
         )
     raise ValueError(f"unknown weight transport {transport!r}; known: gloo, ipc, nccl")
 
@@ -165,6 +172,8 @@ def open_sender(
         WorkerError: an engine failed or did not answer in time.
     """
     plugin.register()
+    # A larger tensor is nothing to worry about: it makes the last one of a larger chunk.
+    warnings.filterwarnings("ignore", message="Tensor .* exceeds buffer_size_bytes")
     largest = max(math.prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata())
     info = _init_info(transport, rank, len(engines) * workers_per_engine, largest, engines.timeout)
     client = EngineClient(engines, workers_per_engine)

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransf
 
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.engines.weight_sync import sender
-from openrlhf.engines.weight_sync.sender import EngineClient, WeightSender, until_failure
+from openrlhf.engines.weight_sync.sender import EngineClient, WeightSender, _init_info, until_failure
 
 
 @ray.remote(num_cpus=0)
@@ -163,3 +163,11 @@ def test_an_error_of_the_trainer_itself_and_a_result_come_through(monkeypatch: p
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         until_failure(_broken, Future())
     assert until_failure(lambda: threading.current_thread().daemon, Future()) is True
+
+
+def test_nccl_takes_little_room_beside_an_engine_and_ipc_holds_the_largest_weight() -> None:
+    mib = 1024 * 1024
+    for largest, ipc in ((100 * mib, 1024 * mib), (2500 * mib, 2500 * mib)):
+        sizes = {t: _init_info(t, 0, 4, largest, 60.0) for t in ("nccl", "ipc")}
+        assert sizes["nccl"].packed_buffer_size_bytes == 256 * mib  # type: ignore[attr-defined]
+        assert sizes["ipc"].packed_buffer_size_bytes == ipc  # type: ignore[attr-defined]
