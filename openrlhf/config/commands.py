@@ -291,7 +291,11 @@ class RewardTestConfig(InputOptions):
         None, "column with the response; the label itself if not given, which should be rewarded", "data.output_key"
     )
     label_key: str | None = redefault(PromptDataOptions, "label_key", None)
-    pretrain: str | None = flag(None, "model whose tokenizer has the chat template", "actor.model_name_or_path")
+    pretrain: str | None = flag(
+        None,
+        "model whose tokenizer has the chat template, and the end token that responses have in training",
+        "actor.model_name_or_path",
+    )
     apply_chat_template: bool = redefault(DataOptions, "apply_chat_template", False)
     input_template: str | None = redefault(DataOptions, "input_template", None)
     max_samples: int = redefault(DataOptions, "max_samples", 64)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import RewardTestConfig
 from openrlhf.datasets import text as texts
@@ -53,6 +54,8 @@ def reward_test(cfg: RewardTestConfig) -> Report:
     scoring = asyncio.run(_score_and_close(source, requests))
     failures = sum(isinstance(result, RewardError) for result in scoring.results)
     head = f"{cfg.remote_rm_url} on {len(requests)} samples of {cfg.load_rollouts or cfg.dataset}"
+    if cfg.dataset and not cfg.pretrain:
+        head += "\nresponses are without the end token that they have in training; --pretrain MODEL adds its"
     parts = [head, _distribution(scoring), _against_dump(scoring, before), _latency(scoring), _failures(scoring)]
     parts.append(_worst(scoring, requests, cfg.worst_rows))
     return Report("\n\n".join(part for part in parts if part), failures)
@@ -66,24 +69,25 @@ def _rows(cfg: RewardTestConfig) -> list[RewardRequest]:
     rows = load_rows(cfg.dataset, split=cfg.dataset_split, max_samples=cfg.max_samples)
     keys = {"input_key": cfg.input_key, "output_key": cfg.output_key, "label_key": cfg.label_key}
     require_columns(rows, keys, cfg.dataset)
-    as_text = _prompt_text(cfg)
+    tokenizer = load_tokenizer(cfg.pretrain) if cfg.pretrain else None
+    as_text = _prompt_text(cfg, tokenizer)
+    end = str(tokenizer.eos_token or "") if tokenizer else ""
     requests = []
     for index, row in enumerate(rows):
         where = f"{cfg.dataset}, row {index}"
         texts.require_values(row, [cfg.output_key or cfg.label_key], where)  # the response
         prompt = as_text(row[cfg.input_key], where)
         label = row[cfg.label_key] if cfg.label_key else ""
-        response = str(row[cfg.output_key] if cfg.output_key else label)
+        response = str(row[cfg.output_key] if cfg.output_key else label).removesuffix(end) + end
         metadata = {name: value for name, value in row.items() if name not in keys.values() and value is not None}
         metadata |= {"response": response, "prompt_id": index, "sample_index": 0, "truncated": False}
         requests.append(RewardRequest(prompt + response, prompt, label, metadata, f"row {index}"))
     return requests
 
 
-def _prompt_text(cfg: RewardTestConfig) -> Callable[[Any, str], str]:
+def _prompt_text(cfg: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Any, str], str]:
     if cfg.apply_chat_template:
-        assert cfg.pretrain is not None
-        tokenizer = load_tokenizer(cfg.pretrain)
+        assert tokenizer is not None
         return lambda value, where: texts.prompt_text(tokenizer, value, where)
 
     def plain(value: Any, where: str) -> str:

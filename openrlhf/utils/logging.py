@@ -34,6 +34,8 @@ def get_logger(name: str) -> logging.Logger:
         root.addHandler(handler)
         root.setLevel(os.environ.get("OPENRLHF_LOG_LEVEL", "INFO").upper())
         root.propagate = False
+        # peft imports bitsandbytes wherever it is installed, which then misses a CPU kernel that no training uses.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     return root if name == _ROOT else root.getChild(name.removeprefix(f"{_ROOT}."))
 
 

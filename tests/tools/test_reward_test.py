@@ -12,6 +12,7 @@ import pytest
 from openrlhf.cli import reward
 from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.utils.tiny_model import character_tokenizer
 
 RIGHT = """
 def reward_func(queries, prompts, labels, metadata=None):
@@ -65,6 +66,16 @@ def test_labels_stand_for_responses_and_templates_are_used(capsys: pytest.Captur
     )
     assert code == 0 and "on 40 samples" in text and "all rewards are equal" in text
     assert "prompt ...'Q:0+1='" in text
+
+
+def test_responses_end_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    demo = Path(__file__).parents[2] / "examples/demo/reward_func.py"  # the label, then the end token
+    flags = f"test --remote_rm_url {demo} --dataset rows.jsonl --input_key question --label_key answer"
+    code, text = run(flags, capsys)
+    assert code == 0 and "rewards   mean 0," in text and "--pretrain MODEL adds its" in text
+    character_tokenizer().save_pretrained("model")
+    code, text = run(f"{flags} --pretrain model", capsys)
+    assert code == 0 and "rewards   mean 1," in text and "end token" not in text
 
 
 def test_several_rewards_are_summed_with_their_weights(capsys: pytest.CaptureFixture[str]) -> None:
