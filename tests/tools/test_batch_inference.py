@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ import torch
 from datasets import Dataset
 from tool_helpers import make_reward_model
 
+from openrlhf import platform
 from openrlhf.cli.batch_inference import main
 from openrlhf.config import build
 from openrlhf.datasets.preference import PreferenceFormat, tokenize_pair
 from openrlhf.models.loading import load_tokenizer
+from openrlhf.tools import batch_inference
 from openrlhf.tools.batch_inference import prompts_to_generate, text_pair, write_rows
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings
@@ -46,6 +49,23 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_vllm_on_gpus_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has asked whether there are GPUs can't be; its children could not use them."""
+    method = "VLLM_WORKER_MULTIPROC_METHOD"
+    monkeypatch.setenv(method, "")  # so that what is set below ends with the test
+    monkeypatch.delenv(method)
+    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    made: list[str | None] = []
+    fake = SimpleNamespace(LLM=lambda **_: made.append(os.environ.get(method)))
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    cfg: Any = SimpleNamespace(param_dtype="bf16", tp_size=2, full_determinism=False, pretrain="model", seed=1)
+    vars(cfg).update(prompt_max_len=8, max_new_tokens=8, max_num_seqs=1, enable_prefix_caching=False)
+    batch_inference._engine(cfg)
+    monkeypatch.setenv(method, "fork")
+    batch_inference._engine(cfg)
+    assert made == ["spawn", "fork"], "the user's choice stays"
 
 
 class TestPostProcessors:
