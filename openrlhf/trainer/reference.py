@@ -67,9 +67,10 @@ def reference_logprobs(
     policy = PolicyModel(load_causal_lm(path, cfg, trainable=False), packing=cfg.packing_samples)
     engine = TrainEngine(policy, cfg, optimizer=None, param_offload=cfg.ref_offload)
     backoff = MemoryBackoff(engine, advice=SUPERVISED_ADVICE)
-    result = {
-        part.name: all_answer_logprobs(backoff, world, part.sequences, part.indices, part.limits) for part in wanted
-    }
+    with engine.weights_on_device():
+        result = {
+            part.name: all_answer_logprobs(backoff, world, part.sequences, part.indices, part.limits) for part in wanted
+        }
     bad = [name for name, values in result.items() if not bool(torch.isfinite(values).all())]
     if bad:
         raise NonFiniteError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -85,7 +86,7 @@ class TrainEngine:
         optimizer: None for inference only.
         scheduler: None for a constant rate.
         param_offload: keep parameters on the CPU (ZeRO-3 fetches them layer by layer; below, the whole model
-            moves to the device for each forward pass).
+            moves to the device for a forward pass, or for several: :meth:`weights_on_device`).
         average_decay: keep a moving average of the weights with this decay, and save that one as Hugging Face folder.
             Rank 0 holds it in CPU memory (float32); each optimizer step brings all trained weights there.
     """
@@ -115,6 +116,7 @@ class TrainEngine:
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
         self._asleep = False
+        self._weights_are_here = False
         self._universal = opts.use_ds_universal_ckpt
         # 4-bit weights are frozen: they come from their folder again, and not from a checkpoint
         self._quantized = any(is_quantized(p) for p in model.parameters())
@@ -141,7 +143,7 @@ class TrainEngine:
         if not self.training:
             self.module.requires_grad_(False).eval()
         self._frozen: FrozenWeights | None = None
-        if self._engine is None:
+        if not self.training and not (param_offload and self._stage == 3):
             self._frozen = FrozenWeights(self.module, self.device)
             if param_offload:
                 self._frozen.to_cpu()
@@ -171,14 +173,21 @@ class TrainEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank must call it equally often under ZeRO-3."""
         self._require_awake("a forward pass")
-        if self._frozen is None:
-            return self._engine(*args, **kwargs)
-        if not self.param_offload:
-            return self.module(*args, **kwargs)
+        with self.weights_on_device():
+            return (self.module if self._engine is None else self._engine)(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def weights_on_device(self) -> Iterator[None]:
+        """For several passes at once: weights that ``param_offload`` keeps on the CPU come to the device once."""
+        if self._frozen is None or not self.param_offload or self._weights_are_here:
+            yield
+            return
         self._frozen.to_device()
+        self._weights_are_here = True
         try:
-            return self.module(*args, **kwargs)
+            yield
         finally:
+            self._weights_are_here = False
             self._frozen.to_cpu()
 
     def train(self) -> None:
@@ -498,6 +507,8 @@ class TrainEngine:
         self._asleep = True
         if not on_gpu():
             return
+        if not self.training and self._engine is not None:
+            self._engine.empty_partition_cache()  # the small weights, of which ZeRO-3 keeps the whole on each rank
         if self._frozen is not None:
             self._frozen.to_cpu()
         elif self.training and not self.opts.adam_offload:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from openrlhf.models.partition import is_partitioned
+
 
 class FrozenWeights:
     """Moves a module's parameters and buffers between a GPU and one pinned copy in CPU memory.
 
     The weights never change, so they are copied to the CPU once, at the first :meth:`to_cpu`; later ones only drop the
     GPU's copy. Pinned memory comes back at the speed of the bus. Tied parameters stay tied: what is moved is the
-    parameter's data, once.
+    parameter's data, once. Of parameters that ZeRO-3 has spread over ranks, it is this rank's part.
 
     Args:
         module: frozen for as long as this object is used.
@@ -19,7 +21,8 @@ class FrozenWeights:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._tensors = [*module.parameters(), *module.buffers()]
+        self._tensors = [part for p in module.parameters() for part in _own_parts(p)]
+        self._tensors += module.buffers()
         self._device = device
         self._copies: list[Tensor] | None = None
 
@@ -38,3 +41,11 @@ class FrozenWeights:
             return
         for tensor in self._tensors:
             tensor.data = tensor.data.to(self._device, non_blocking=True)
+
+
+def _own_parts(parameter: Tensor) -> list[Tensor]:
+    """What this rank holds of a parameter; with ``--zpg`` also its part of the copy within a node."""
+    if not is_partitioned(parameter):
+        return [parameter]
+    parts = [getattr(parameter, name, None) for name in ("ds_tensor", "ds_secondary_tensor")]
+    return [part for part in parts if isinstance(part, Tensor)]

@@ -116,7 +116,8 @@ class ModelWorker:
     def forward(self, micro_batches: Sequence[MicroBatch]) -> list[np.ndarray]:
         """Run without gradients; one float32 array a micro-batch, per token or (reward) per sequence."""
         self.engine.eval()
-        outputs = [self.backoff.forward(micro_batch, self._forward_one) for micro_batch in micro_batches]
+        with self.engine.weights_on_device():
+            outputs = [self.backoff.forward(micro_batch, self._forward_one) for micro_batch in micro_batches]
         return [output.float().cpu().numpy() for output in outputs]
 
     def _forward_one(self, batch: MicroBatch) -> Any:

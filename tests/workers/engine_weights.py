@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from engine_base import ITEMS, SCHEDULE, SPEC, Cases, raises
@@ -14,6 +15,7 @@ from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.workers import checkpoint_files as files
+from openrlhf.workers import deepspeed_engine
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import all_reduce_sum
 
@@ -201,6 +203,35 @@ def inference(cases: Cases) -> None:
                 cases.results[f"inference zero{stage} offload={offload}"] = float((got - expected).abs().max())
 
 
+def frozen_parts(cases: Cases) -> None:
+    """What a frozen model leaves on the device under ZeRO-3 while it is away, and whether it is the same afterwards.
+
+    Nothing leaves a CPU, so another device is made up, and a copy stands for pinned memory.
+    """
+    opts = options(zero_stage=3)
+    engine = TrainEngine(PolicyModel(load_causal_lm(cases.model, opts, trainable=False)), opts, None)
+    if engine._engine is None:  # one rank alone has nothing to partition
+        return
+    batch = packed(ITEMS)
+    with torch.no_grad():
+        expected = engine(batch).logprobs
+    parts = [p.ds_tensor for p in engine.module.parameters()]
+    before = [part.data_ptr() for part in parts]
+    assert engine._frozen is not None
+    with (
+        mock.patch.object(deepspeed_engine, "on_gpu", lambda: True),
+        mock.patch.object(engine._frozen, "_device", torch.device("meta")),
+        mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),
+    ):
+        engine.offload_states()
+    cases.results["frozen parts moved"] = sum(part.data_ptr() != old for part, old in zip(parts, before, strict=True))
+    cases.results["frozen parts"] = len(parts)
+    cases.results["frozen whole"] = sum(p.numel() for p in engine.module.parameters())
+    engine.reload_states()
+    with torch.no_grad():
+        cases.results["frozen same"] = torch.equal(engine(batch).logprobs, expected)
+
+
 def _refusals(engine: TrainEngine, batch: Any) -> int:
     """How many uses of the weights a sleeping engine refuses."""
     refused = 0
@@ -254,5 +285,6 @@ PARTS = (
     weights_out,
     broken_weights,
     inference,
+    frozen_parts,
     moving_average,
 )

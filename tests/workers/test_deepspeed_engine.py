@@ -205,6 +205,13 @@ def test_inference_engine(results: dict[str, Any], stage: int, offload: bool) ->
     assert results[f"asleep zero{stage} offload={offload}"] == 3
 
 
+def test_a_frozen_model_that_is_spread_over_ranks_leaves_the_device(all_results: dict[int, dict[str, Any]]) -> None:
+    results = all_results[2]
+    assert results["frozen parts moved"] == results["frozen parts"] > 10
+    assert results["frozen whole"] == 0, "the small weights, which each rank has whole, too"
+    assert results["frozen same"]
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("run", ["whole", "resumed"])
 def test_moving_average_is_what_is_saved(results: dict[str, Any], stage: int, run: str) -> None:

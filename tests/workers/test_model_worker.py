@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch
 
 from openrlhf.config import PPOConfig
 from openrlhf.workers import model_worker
+from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.model_worker import ROLE_WORKERS
 
 
@@ -67,3 +69,37 @@ def test_threads_are_a_share_of_the_cores_or_what_the_user_says(
     for sharers, threads in ((None, "1"), (5, "2"), (20, "1")):
         ROLE_WORKERS["actor"]("actor", 0, 1, str(tmp_path / "log"), None, sharers)
         assert os.environ["OMP_NUM_THREADS"] == threads
+
+
+class CountedWeights:
+    """Weights that say where they are, in the place of an engine's frozen ones."""
+
+    def __init__(self) -> None:
+        self.moves = ""
+
+    def to_device(self) -> None:
+        self.moves += "<"
+
+    def to_cpu(self) -> None:
+        self.moves += ">"
+
+
+def test_offloaded_weights_come_once_for_all_micro_batches_of_a_call() -> None:
+    engine: Any = TrainEngine.__new__(TrainEngine)
+    weights = CountedWeights()
+    engine.module, engine._engine, engine._frozen, engine.param_offload = torch.nn.Identity(), None, weights, True
+    engine._asleep = engine._weights_are_here = False
+    worker: Any = ROLE_WORKERS["ref"].__new__(ROLE_WORKERS["ref"])
+    worker.engine, worker.cfg = engine, PPOConfig()
+    worker.backoff = SimpleNamespace(forward=lambda batch, run: run(batch))
+    worker._forward_one = engine
+    outputs = worker.forward([torch.ones(2), torch.zeros(3), torch.ones(1)])
+    assert [len(output) for output in outputs] == [2, 3, 1] and weights.moves == "<>"
+    engine(torch.ones(1))
+    assert weights.moves == "<><>"
+    with pytest.raises(TypeError), engine.weights_on_device():
+        engine(1, 2, no=3)
+        raise TypeError
+    assert weights.moves == "<><><>", "also after an error"
+    engine._frozen = None
+    worker.forward([torch.ones(2)])
