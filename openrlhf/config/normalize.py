@@ -15,6 +15,7 @@ from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
+from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.config.unread import unread_flags
 from openrlhf.config.values import show_value
 
@@ -108,6 +109,8 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
         _async(changer, cfg)
         _placement(changer, cfg)
         _algorithm(changer, cfg)
+    if isinstance(cfg, DeepSpeedOptions):
+        _moved_state(changer, cfg)
     if not isinstance(cfg, ServeRMConfig):
         _packing(changer)
     _attention_package(changer)
@@ -267,6 +270,14 @@ def _placement(changer: _Changer, cfg: PPOConfig) -> None:
     if together and "vllm_num_engines" not in changer.explicit and size > 0 and gpus % size == 0:
         note = f"--vllm_num_engines is {gpus // size}: the engines share all {gpus} GPUs of the policy"
         changer.set("vllm_num_engines", gpus // size, "--colocate_all_models", note)
+
+
+def _moved_state(changer: _Changer, cfg: DeepSpeedOptions) -> None:
+    """Without ZeRO, fp32 weights have torch's own optimizer, whose state DeepSpeed can't have anywhere else."""
+    for flag in ("adam_offload", "deepspeed_enable_sleep"):
+        if flag_value(cfg, flag) and cfg.zero_stage == 0 and cfg.param_dtype == "fp32":
+            note = f"--zero_stage is 1: with 0 and fp32 the optimizer's state can't leave the GPU, as --{flag} wants"
+            changer.set("zero_stage", 1, f"--{flag}", note)
 
 
 def _half_run(changer: _Changer, cfg: PPOConfig) -> None:

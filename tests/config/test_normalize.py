@@ -167,6 +167,13 @@ class TestPlacement:
         assert "older weights" not in changed("vllm_num_engines", "--async_train", "--enable_vllm_is_correction")[2]
         assert "does nothing without --async_train" in changed("async_queue_size", "--async_queue_size", "2")[2]
 
+    @pytest.mark.parametrize("flag", ["--adam_offload", "--deepspeed_enable_sleep"])
+    def test_without_zero_no_state_can_move(self, flag: str) -> None:
+        value, origin, notes = changed("zero_stage", flag, "--zero_stage", "0", "--param_dtype", "fp32")
+        assert value == 1 and flag in origin and "--zero_stage is 1" in notes and flag in notes
+        for others in (["--param_dtype", "bf16", flag], ["--param_dtype", "fp32"]):
+            assert changed("zero_stage", "--zero_stage", "0", *others)[0] == 0
+
     def test_offloaded_optimizer_has_nothing_to_move(self) -> None:
         _, _, notes = changed("adam_offload", "--deepspeed_enable_sleep", "--adam_offload")
         assert "moves no optimizer state" in notes
