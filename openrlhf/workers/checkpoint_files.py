@@ -70,17 +70,34 @@ def read_meta(root: str | Path, tag: str) -> dict[str, Any]:
     """What was recorded about a checkpoint.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is incomplete.
+        CheckpointError: there is no such checkpoint, it is incomplete, or another program wrote it.
     """
     folder = Path(root) / tag
     if not folder.is_dir():
         raise CheckpointError(
             f"no checkpoint {tag!r} below {root}; it has: {', '.join(checkpoint_tags(root)) or 'none'}"
         )
+    if not (folder / META).exists() and any(folder.glob("*_model_states.pt")):
+        raise CheckpointError(
+            f"checkpoint {folder} was written by another program: it has DeepSpeed's files and no {META}, so a run "
+            f"can't resume from it. {_ways_on(Path(root), tag)}"
+        )
     try:
         return dict(json.loads((folder / META).read_text()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {folder} is not complete or not ours: {error}") from error
+
+
+def _ways_on(root: Path, tag: str) -> str:
+    """How to go on from a checkpoint that can't be read: with weights alone."""
+    copy = (root.parent if root.name == "_actor" else root) / f"{tag}_hf"
+    weights = copy if copy.is_dir() else "the --save_path of that run"
+    return (
+        f"To go on from its weights, give their Hugging Face folder ({weights}) to --pretrain, or, except for "
+        "train_ppo_ray, to `openrlhf convert hf2resume`, which keeps the place in the schedule and the data; without "
+        "such a folder, DeepSpeed's zero_to_fp32.py makes weights of the checkpoint. To start from the beginning, use "
+        "another --ckpt_path, or no --load_checkpoint"
+    )
 
 
 def latest_tag(root: str | Path, name: str = LATEST) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,25 @@ def test_missing_and_damaged_checkpoints_are_explained(tmp_path: Path) -> None:
     with pytest.raises(files.CheckpointError, match="not complete"):
         files.read_meta(tmp_path, "global_step1")
     assert files.latest_tag(tmp_path / "elsewhere") is None
+
+
+@pytest.mark.parametrize("root", [".", "_actor"])
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"])
+def test_a_checkpoint_of_another_program_has_ways_on(tmp_path: Path, root: str, name: str) -> None:
+    folder = tmp_path / root / "global_step10"
+    folder.mkdir(parents=True)
+    (folder / name).touch()
+    (folder.parent / files.LATEST).write_text("global_step10")
+    assert files.resume_tag(folder.parent, universal=False) == "global_step10"
+    with pytest.raises(files.CheckpointError, match="written by another program") as caught:
+        files.read_meta(folder.parent, "global_step10")
+    told = str(caught.value)
+    assert "(the --save_path of that run) to --pretrain" in told
+    for way in ("`openrlhf convert hf2resume`", "another --ckpt_path", "zero_to_fp32.py"):
+        assert way in told
+    (tmp_path / "global_step10_hf").mkdir()
+    with pytest.raises(files.CheckpointError, match=rf"\({re.escape(str(tmp_path))}/global_step10_hf\) to --pretrain"):
+        files.read_meta(folder.parent, "global_step10")
 
 
 def test_a_start_from_the_beginning_is_never_silent(tmp_path: Path) -> None:
