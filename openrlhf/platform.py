@@ -6,6 +6,7 @@ laptop CPU and a GPU cluster run the same code.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -43,6 +44,12 @@ def set_device(local_rank: int = 0) -> torch.device:
 def device_count() -> int:
     """GPUs this process sees; 1 on a CPU."""
     return torch.cuda.device_count() if device_type() == "cuda" else 1
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """CUDA's number for what a device can do: (8, 0) is an A100, (9, 0) an H100; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def dist_backend() -> str:

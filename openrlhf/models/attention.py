@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
+from openrlhf import platform
 from openrlhf.utils.errors import ExplainedError
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def packed_attention_forward(
         raise PackingError(f"packed attention does not support {what}, which {name} needs; {_ADVICE}")
     if query.shape[0] != 1:
         raise PackingError(f"packed attention takes one row of tokens, got a batch of {query.shape[0]}")
-    fast = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1]
+    size = query.shape[-1]
+    fast = size == value.shape[-1] and flash_attends(query.dtype, size, platform.compute_capability(query.device))
     kernel = _flash if fast else _padded
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -98,6 +100,21 @@ def packed_attention_forward(
 
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))  # [1, N, H, D]
     return (attend(q, k, v) if sequence_ranks is None else sequence_ranks.attention(attend, q, k, v)), None
+
+
+def flash_attends(dtype: torch.dtype, head_size: int, capability: tuple[int, int] | None) -> bool:
+    """Whether torch's FlashAttention-2 does such heads, forward and backward.
+
+    Args:
+        dtype: of queries, keys and values.
+        head_size: of each of them.
+        capability: CUDA's number for what the GPU can do; None without a GPU.
+    """
+    if capability is None or capability < (8, 0) or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    # The backward pass of heads of 200 to 224 takes more shared memory than the smaller GPUs have.
+    fits = capability in ((8, 0), (9, 0), (10, 0)) or not 192 < head_size <= 224
+    return head_size % 8 == 0 and head_size <= 256 and fits
 
 
 def _has_window(module: nn.Module) -> bool:
