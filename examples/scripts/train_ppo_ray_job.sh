@@ -18,7 +18,8 @@ fi
 
 # A job has an environment of its own: what the scripts read goes along.
 settings=()
-for name in SMALL EXPLAIN PYTHON OUT MODEL PROMPTS INPUT_KEY LABEL_KEY REWARD HF_HUB_OFFLINE OMP_NUM_THREADS; do
+for name in SMALL EXPLAIN PYTHON OUT MODEL PROMPTS INPUT_KEY LABEL_KEY REWARD HF_HUB_OFFLINE OMP_NUM_THREADS \
+  "${!NCCL_@}" "${!GLOO_@}"; do
   if [ -n "${!name:-}" ]; then settings+=("$name=${!name}"); fi
 done
 exec "$RAY" job submit --address "${RAY_DASHBOARD:-http://127.0.0.1:8265}" \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -55,6 +56,22 @@ def test_slurm_and_job_scripts_are_valid_bash() -> None:
     for name in ("train_ppo_ray_slurm.sbatch", "train_ppo_ray_job.sh", "common.sh"):
         done = subprocess.run(["bash", "-n", str(SCRIPTS / name)], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
+
+
+def test_a_job_gets_the_settings_of_its_network(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "scripts").mkdir(parents=True)
+    script = shutil.copy(SCRIPTS / "train_ppo_ray_job.sh", tmp_path / "examples" / "scripts")
+    ray = tmp_path / "ray"
+    ray.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    ray.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        "NCCL_IB_HCA": "a b",
+        "GLOO_SOCKET_IFNAME": "c",
+    }
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True, timeout=30)
+    sent = done.stdout.splitlines()
+    assert sent[sent.index("env") : -2] == ["env", "NCCL_IB_HCA=a b", "GLOO_SOCKET_IFNAME=c"]
 
 
 @pytest.mark.e2e
