@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from openrlhf.cluster.ray_cluster import cluster_gone
 from openrlhf.utils import interrupts
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.process import tail
@@ -93,10 +94,16 @@ class PendingCall:
             return ray.get(call)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if error.cause is not None else error
-            raise WorkerError(
-                f"{self._method} failed in {member.name}: {_short(cause)}\n{member.log_excerpt()}"
-            ) from error
+            explained = isinstance(cause, ExplainedError) and not cause.needs_log
+            # The end of a log would bury a message that says all by itself.
+            log = f"Its log is {member.log_file}" if explained else member.log_excerpt()
+            raise WorkerError(f"{self._method} failed in {member.name}: {_short(cause)}\n{log}") from error
         except ray.exceptions.RayError as error:
+            if cluster_gone():
+                raise WorkerError(
+                    f"the Ray cluster of this run is gone, and {member.name} with it (during {self._method}): it was "
+                    "stopped (`ray stop`), or its node went down"
+                ) from error
             raise WorkerError(
                 f"{member.name} died during {self._method}: {str(error).splitlines()[0]}\n{member.log_excerpt()}"
             ) from error

@@ -4,38 +4,62 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray._private.utils import read_ray_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from openrlhf.cluster.placement import Group, PlacementError, PlacementPlan, check_fits, order_devices
 from openrlhf.utils import interrupts
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.process import THREADS, chosen_threads, job_variables
 
 FORWARDED_VARIABLES = ("TOKENIZERS_PARALLELISM", "HF_HUB_OFFLINE", "PYTHONPATH")
 FORWARDED_PREFIXES = ("NCCL_", "GLOO_")
 
 
-def connect() -> None:
-    """Connect to the cluster of ``RAY_ADDRESS``, else to one that runs on this machine, else start one.
+class ClusterError(ExplainedError, ConnectionError):
+    """There is no Ray cluster at ``RAY_ADDRESS``."""
 
-    ``RAY_ADDRESS=local`` always starts one.
+
+_address: str | None = None
+"""Where the control store (GCS) of the present cluster is; None while not connected."""
+
+
+def connect() -> str:
+    """Connect to the cluster of ``RAY_ADDRESS``, else to one that ``ray start`` made on this machine, else start one.
+
+    ``RAY_ADDRESS=local`` always starts one. One that another run started for itself is never taken: it ends with that
+    run.
+
+    Returns:
+        A line that says which.
+
+    Raises:
+        ClusterError: nothing answers at ``RAY_ADDRESS``.
     """
+    global _address
     if ray.is_initialized():
-        return
+        return "Ray: connected before"
+    # Of several groups that fail, the first is reported; Ray would print a traceback for each of the others.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     options: dict[str, Any] = {
         "runtime_env": {"env_vars": forwarded_environment(os.environ)},
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
+    joined = _cluster_address(os.environ.get("RAY_ADDRESS", ""))
     # Ray puts a handler of its own for SIGTERM in the place of ours.
     with interrupts.kept():
-        _init(options)
+        context = _start(options) if joined is None else _join(joined, options)
+    _address = getattr(context, "address_info", {}).get("gcs_address")
+    return "Ray: started for this run" if joined is None else f"Ray: joined the cluster at {joined}"
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -57,22 +81,49 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in chosen.items() if name not in of_the_job}
 
 
-def _init(options: dict[str, Any]) -> None:
-    address = os.environ.get("RAY_ADDRESS", "auto")
-    if address != "local":
-        try:
-            ray.init(address=address, **options)
-            return
-        except ConnectionError:
-            if address != "auto":
-                raise
+def _join(address: str, options: dict[str, Any]) -> Any:
+    try:
+        return ray.init(address=address, **options)
+    except ConnectionError as error:
+        raise ClusterError(
+            f"there is no Ray cluster at {address} (RAY_ADDRESS): {error}. Start it with `ray start --head`, or set "
+            "RAY_ADDRESS=local for one that ends with this run"
+        ) from error
+
+
+def _start(options: dict[str, Any]) -> Any:
     # By default Ray starts an idle process for every core at once, which slows the start of the real ones.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+    return ray.init(address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+
+
+def _cluster_address(given: str) -> str | None:
+    """The cluster to join; None = start one."""
+    if given not in ("", "auto"):
+        return None if given == "local" else given
+    # Ray's "auto" also finds what another run started for itself; `ray start` writes down what is for everybody.
+    public = read_ray_address()
+    return public if public and _answers(public) else None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2.0):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def cluster_gone() -> bool:
+    """Tells whether the cluster ended under us; its processes went with it, and calls of Ray would wait for it."""
+    return _address is not None and not _answers(_address)
 
 
 def disconnect() -> None:
     """Leave the cluster; one that :func:`connect` started ends with it."""
+    global _address
+    _address = None
     if ray.is_initialized():
         ray.shutdown()
 

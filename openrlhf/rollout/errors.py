@@ -15,6 +15,8 @@ class RolloutError(ExplainedError, RuntimeError):
 class EngineError(RolloutError):
     """The generation engine failed or broke its contract; never charged to the user's agent code."""
 
+    needs_log = True
+
 
 class AgentError(RolloutError):
     """The user's agent code failed or broke its contract (file, line and sample are in the message)."""

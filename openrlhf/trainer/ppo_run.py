@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.cluster.placement import roles_of
-from openrlhf.cluster.ray_cluster import disconnect
+from openrlhf.cluster.ray_cluster import cluster_gone, disconnect
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, frozen_rollouts, prompt_limit
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
@@ -101,16 +101,15 @@ def _reward_inputs(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Reward
 def run(cfg: PPOConfig) -> int:
     """Train; returns the exit status."""
     console = Console()
-    with interrupts.handled():
+    with interrupts.handled(cluster_gone):
         try:
             _train(cfg, console)
         except (ExplainedError, FloatingPointError) as error:
             print(f"\nerror: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            name = interrupts.requested() or "SIGINT"
-            print(f"\ninterrupted ({name}); all processes of this run were ended", file=sys.stderr)
-            return 130
+            interrupts.report()
+            return interrupts.STATUS
         finally:
             disconnect()
     return 0

@@ -12,16 +12,19 @@ from typing import NamedTuple
 import numpy as np
 import ray
 
-from openrlhf.cluster.group import PendingCall, WorkerGroup
+from openrlhf.cluster.group import PendingCall, WorkerError, WorkerGroup
 from openrlhf.cluster.placement import plan_placement
-from openrlhf.cluster.ray_cluster import Cluster, connect, create_cluster
+from openrlhf.cluster.ray_cluster import Cluster, cluster_gone, connect, create_cluster
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
 from openrlhf.engines.pool import EnginePool, start_engines
 from openrlhf.engines.weight_sync.compare import Comparison
 from openrlhf.trainer.turns import SharedMemory
 from openrlhf.utils.files import temporary_folder
+from openrlhf.utils.logging import get_logger
 from openrlhf.workers.model_worker import form_groups, start_group
+
+logger = get_logger(__name__)
 
 Report = Callable[[str], None]
 
@@ -133,11 +136,12 @@ class PPOSystem:
     def close(self) -> None:
         """End all processes and leave the cluster; safe to call at any time."""
         try:
-            self.engines.shutdown()
+            if not cluster_gone():
+                self.engines.shutdown()
+        except WorkerError as error:  # not the run's failure, and no reason to hide that one
+            logger.warning("engines are killed: %s", error)
         finally:
-            for group in [*self.model_groups, self.engines.group]:
-                group.kill()
-            self.cluster.remove()
+            _end([*self.model_groups, self.engines.group], self.cluster)
 
 
 @contextmanager
@@ -165,7 +169,7 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, critic_steps: int, log_dir
         PlacementError: the cluster can't hold the plan, or not in time.
         WorkerError: a process failed while starting; with the end of its log.
     """
-    connect()
+    report(connect())
     deadline = time.monotonic() + cfg.start_timeout
 
     def left() -> float:
@@ -219,7 +223,13 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, critic_steps: int, log_dir
             )
         return system
     except BaseException:
-        for group in started:
-            group.kill()
-        cluster.remove()
+        _end(started, cluster)
         raise
+
+
+def _end(groups: Sequence[WorkerGroup], cluster: Cluster) -> None:
+    if cluster_gone():
+        return
+    for group in groups:
+        group.kill()
+    cluster.remove()

@@ -6,19 +6,27 @@ request is also remembered, and the loops that wait look at it.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 POLL_SECONDS = 2.0
 """How long a wait may go without looking."""
+END_SECONDS = 20.0
+"""After a signal, how long the ordered end may take; SLURM kills 30 s after its SIGTERM."""
+STATUS = 130
 
 _requested: signal.Signals | None = None
 _failure: BaseException | None = None
 _cleaning = threading.Event()
+_hopeless: Callable[[], bool] = lambda: False
+_over = threading.Event()
 
 
 def requested() -> str | None:
@@ -43,17 +51,30 @@ def fail(error: BaseException) -> None:
 
 
 @contextmanager
-def handled() -> Iterator[None]:
-    """Inside, the first SIGINT or SIGTERM raises KeyboardInterrupt; later ones are ignored."""
-    global _requested, _failure
+def handled(hopeless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Inside, the first SIGINT or SIGTERM raises KeyboardInterrupt; later ones are ignored.
+
+    What does not end within ``END_SECONDS`` of the signal is ended.
+
+    Args:
+        hopeless: asked twice a second after the signal; True = what the ordered end needs is gone, end at once.
+    """
+    global _requested, _failure, _hopeless, _over
     _requested = _failure = None
+    _hopeless, _over = hopeless, threading.Event()
     _cleaning.clear()
     before = {number: signal.signal(number, _handle) for number in SIGNALS}
     try:
         yield
     finally:
+        _over.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def report() -> None:
+    """Say that a signal ended the run."""
+    print(f"\ninterrupted ({requested() or 'SIGINT'}); all processes of this run were ended", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -86,4 +107,15 @@ def _handle(number: int, frame: FrameType | None) -> None:
     # One is enough: the clean-up that it starts must not be interrupted by the next.
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
+    threading.Thread(target=_end_in_time, args=(_hopeless, _over), daemon=True).start()
     raise KeyboardInterrupt(_requested.name)
+
+
+def _end_in_time(hopeless: Callable[[], bool], over: threading.Event) -> None:
+    """A signal to all processes of a job also ends those that the ordered end has to call, and waits for."""
+    deadline = time.monotonic() + END_SECONDS
+    while not over.wait(0.5):
+        if time.monotonic() > deadline or hopeless():
+            report()
+            sys.stdout.flush()
+            os._exit(STATUS)

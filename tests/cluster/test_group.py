@@ -6,10 +6,11 @@ import time
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from openrlhf.cluster import group
 from openrlhf.cluster.group import Member, PendingCall, WorkerError
+from openrlhf.rollout.errors import EngineError, RewardError
 
 FOREVER = object()
 
@@ -50,6 +51,27 @@ def test_a_failure_is_not_kept_waiting_by_a_call_before_it(monkeypatch: pytest.M
     with pytest.raises(WorkerError, match=r"failed in critic rank 1: ValueError: loss is NaN"):
         PendingCall.results(calls, 30.0)
     assert time.monotonic() - started < 1
+
+
+def failure(error: Exception, monkeypatch: pytest.MonkeyPatch) -> str:
+    with pytest.raises(WorkerError) as caught:
+        pending("run_group", [error], monkeypatch).result(5.0)
+    return str(caught.value)
+
+
+def test_a_message_that_says_all_is_not_buried_under_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = failure(RayTaskError("run_group", "traceback", RewardError("r.py:3 raised")), monkeypatch)
+    assert told == "run_group failed in run_group rank 0: RewardError: r.py:3 raised\nIts log is missing.log"
+    for cause in (EngineError("vLLM stopped"), ValueError("not ours")):
+        told = failure(RayTaskError("run_group", "traceback", cause), monkeypatch)
+        assert f"{cause}\nLast lines of missing.log" in told
+
+
+def test_the_end_of_the_cluster_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = RayActorError(error_msg="The actor died")
+    assert failure(died, monkeypatch).startswith("run_group rank 0 died during run_group: The actor died\nLast lines")
+    monkeypatch.setattr(group, "cluster_gone", lambda: True)
+    assert failure(died, monkeypatch).startswith("the Ray cluster of this run is gone, and run_group rank 0 with it")
 
 
 def test_calls_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

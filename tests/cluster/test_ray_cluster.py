@@ -1,10 +1,16 @@
-"""What the driver tells Ray."""
+"""Which Ray cluster a run takes, what the driver tells it, and what is noticed when it goes."""
 
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 from typing import Any
 
+import pytest
+
+from openrlhf.cluster import ray_cluster
 from openrlhf.cluster.placement import plan_placement
 from openrlhf.cluster.ray_cluster import Cluster, Device, forwarded_environment
 from openrlhf.config import PPOConfig
@@ -55,3 +61,52 @@ def test_processes_that_share_the_cores_of_a_node() -> None:
     assert [cluster.processes_beside("critic", rank, trained) for rank in range(3)] == [3, 3, 3]
     assert [cluster.processes_beside("ref", rank, {"ref"}) for rank in range(3)] == [3, 3, 3]
     assert cluster.processes_beside("actor", 0, {"actor"}) == 2 and cluster.processes_beside("actor", 2, {"actor"}) == 1
+
+
+@pytest.mark.parametrize("given", ["", "auto"])
+def test_only_a_cluster_that_is_for_everybody_is_joined(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start` writes its address down; one that a run started for itself is in no file."""
+    monkeypatch.setattr(ray_cluster, "read_ray_address", lambda: None)
+    assert ray_cluster._cluster_address(given) is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(ray_cluster, "read_ray_address", lambda: address)
+        assert ray_cluster._cluster_address(given) == address
+        assert ray_cluster._cluster_address("local") is None
+        assert ray_cluster._cluster_address("head:6379") == "head:6379"
+    assert ray_cluster._cluster_address(given) is None, "what a crashed cluster left in the file"
+
+
+def test_an_address_where_nothing_is_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        raise ConnectionError("no answer")
+
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    monkeypatch.setattr(ray_cluster.ray, "init", refuse)
+    with pytest.raises(ray_cluster.ClusterError, match=r"head:6379 \(RAY_ADDRESS\): no answer.*RAY_ADDRESS=local"):
+        ray_cluster.connect()
+
+
+PRIVATE = """
+import os, signal, time
+import psutil
+from openrlhf.cluster import ray_cluster
+ray_cluster.read_ray_address = lambda: None
+print(ray_cluster.connect(), os.environ["RAY_IGNORE_UNHANDLED_ERRORS"])
+print(ray_cluster._cluster_address("auto"), ray_cluster.cluster_gone())
+for process in psutil.Process().children():
+    if process.name() in ("gcs_server", "raylet"):
+        process.terminate()
+while not ray_cluster.cluster_gone():
+    time.sleep(0.1)
+started = time.monotonic()
+ray_cluster.disconnect()
+print("left" if time.monotonic() - started < 15 else "waited", ray_cluster.cluster_gone())
+"""
+
+
+@pytest.mark.e2e
+def test_a_ray_of_its_own_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=120)
+    assert run.stdout.splitlines() == ["Ray: started for this run 1", "None False", "left False"], run.stdout + run.stderr

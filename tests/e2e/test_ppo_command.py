@@ -328,16 +328,16 @@ def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, 
     assert step["is_ratio"] == pytest.approx(1, abs=1e-4) and step["sync/logprob_diff_max"] <= 1e-5
     assert_nothing_left(command.mark, before)
 
-    # Ctrl-C at work, and SIGTERM (as SLURM sends it) while the processes are being started.
+    # SIGTERM at work to all processes of the job, as SLURM sends it, and Ctrl-C while they are being started.
     agent += ["--dump_rollouts", str(tmp_path / "dump")]
-    runs = (("b", r"^step 2/", signal.SIGINT, agent), ("c", r"^Placement", signal.SIGTERM, reward))
+    runs = (("b", r"^step 2/", signal.SIGTERM, agent), ("c", r"^Placement", signal.SIGINT, reward))
     for folder, moment, end, more in runs:
         command = Command(MODULE, ppo_arguments(model, prompts, tmp_path / folder, *flags, *more))
         process = command.start()
         _until(process, moment, 400)
         time.sleep(3)
-        os.kill(process.pid, end)
-        output, _ = process.communicate(timeout=60)
+        os.killpg(process.pid, end)
+        output, _ = process.communicate(timeout=30)
         assert process.returncode == 130, output
         assert f"interrupted ({end.name})" in output and "Traceback" not in output
         assert_nothing_left(command.mark, before)
