@@ -35,7 +35,7 @@ from openrlhf.rollout.sample import Sample
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import ResponseEnd, continuation_text, end_of_sequence_ids, response_end, reward_text
 from openrlhf.rollout.trajectory import Trajectory
-from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, gather_all, within
+from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, contained, gather_all, within
 from openrlhf.utils.images import ImageError, decode_image
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ async def _agent_episode(
     arguments.update({key: value for key, value in more.items() if key in named})
     started = time.monotonic()
     try:
-        output: Any = await executor.execute(**arguments)
+        output: Any = await contained(executor.execute(**arguments))
         if agent_engine.engine_error is not None:
             raise agent_engine.engine_error
         parts = output if isinstance(output, list) and output else [output]

@@ -105,7 +105,7 @@ def _user_package(name: str, where: str) -> ModuleType:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = user_location(error, None)
         raise HookError(f"{where}: {name} can't be imported: {describe_exception(error)} (at {place})") from error
 

@@ -48,7 +48,7 @@ def load_agent_executor(path: str) -> AgentExecutorBase:
         ) from error
     try:
         return cls()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AgentError(
             f"{path}: AgentExecutor() raised {describe_exception(error)} at "
             f"{user_location(error, module.__file__)}. {_CONTRACT}"

@@ -95,13 +95,33 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
             wrapped = RuntimeError("user code raised StopIteration")
             wrapped.__cause__ = error
             outcome = (None, wrapped)
-        except BaseException as error:  # handed to the awaiting task as it is
+        except (Exception, asyncio.CancelledError) as error:  # handed to the awaiting task as it is
             outcome = (None, error)
+        except BaseException as error:
+            outcome = (None, _as_failure(error))
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, *outcome)
 
     threading.Thread(target=target, daemon=True, name=f"user-code-{getattr(function, '__name__', 'call')}").start()
     return await future
+
+
+async def contained(awaitable: Awaitable[T]) -> T:
+    """Awaits what may run a user's coroutine, whose sys.exit() becomes an error like others.
+
+    In a task, SystemExit would also stop the event loop, with everything that others wait for.
+    """
+    try:
+        return await awaitable
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _as_failure(error) from error
+
+
+def _as_failure(error: BaseException) -> RuntimeError:
+    what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {type(error).__name__}"
+    return RuntimeError(f"user code {what}").with_traceback(error.__traceback__)
 
 
 def source_of(function: Callable[..., Any]) -> str | None:
@@ -143,7 +163,7 @@ async def within(awaitable: Awaitable[T], seconds: float | None) -> T:
     Raises:
         DeadlinePassed: no result after `seconds` (None = no limit).
     """
-    task = asyncio.ensure_future(awaitable)
+    task = asyncio.ensure_future(contained(awaitable))
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():

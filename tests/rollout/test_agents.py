@@ -426,6 +426,8 @@ def test_exceptions_of_agent_code_name_file_line_and_sample(tmp_path: Path) -> N
         one(user_executor(tmp_path, body="{}['x']"), ScriptedEngine([[A, EOS]]))
     message = str(caught.value)
     assert message == (f"prompt 4 sample 0: AgentExecutor.execute() raised KeyError: 'x' at {tmp_path}/my_agent.py:16")
+    with pytest.raises(AgentError, match=r"raised RuntimeError: user code called sys.exit\(2\) at .*my_agent.py:16"):
+        one(user_executor(tmp_path, body="raise SystemExit(2)"), ScriptedEngine([[A, EOS]]))
 
 
 def test_one_failing_sample_can_be_dropped_and_counted() -> None:
@@ -608,6 +610,10 @@ BASE = IMPORT + "class AgentExecutor(AgentExecutorBase):\n    "
         (
             BASE + "def __init__(self):\n        raise OSError('x')\n    async def execute(self, **k): ...\n",
             r"AgentExecutor\(\) raised OSError: x at .*my_agent.py:4",
+        ),
+        (
+            BASE + "def __init__(self):\n        raise SystemExit(2)\n    async def execute(self, **k): ...\n",
+            r"AgentExecutor\(\) raised SystemExit: 2 at .*my_agent.py:4",
         ),
         ("import nothing_of_this_name\n", r"ModuleNotFoundError.*\(at .*my_agent.py:1\)"),
     ],
