@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from openrlhf.config import LoggingOptions
 from openrlhf.config.flag import flag_specs
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -24,21 +27,29 @@ RESERVED = ("kind", "step", "global_step", "time")
 _WANDB_START_SECONDS = 60
 
 
+class MetricsError(ExplainedError, OSError):
+    """Metrics can't be written."""
+
+
 class MetricsLogger:
     """Logs numbers by step. Only one process of a run makes one.
 
     Args:
         cfg: logging flags; ``wandb_run_name`` also names TensorBoard's sub-folder.
         run_dir: folder of ``metrics.jsonl``.
+        goes_on: the lines of an earlier run are of this one, too; otherwise they are put aside.
     """
 
-    def __init__(self, cfg: LoggingOptions, run_dir: str | Path) -> None:
+    def __init__(self, cfg: LoggingOptions, run_dir: str | Path, goes_on: bool = False) -> None:
         self._every = max(1, cfg.logging_steps)
         self._run_name = cfg.wandb_run_name or time.strftime("run_%m%dT%H:%M")
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / METRICS_FILE
+        if not goes_on:
+            _put_aside(self._path)
         # line buffering: a killed run has every line of the steps it finished
-        self._file = open(folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1)
         self._tensorboard = _open_tensorboard(cfg, self._run_name)
         self._wandb = _open_wandb(cfg, self._run_name, folder)
         self._samples: list[list[Any]] = []
@@ -64,7 +75,10 @@ class MetricsLogger:
         extra = self._under_free_names(extra_logs or {}, metrics)
         values = {name: float(value) for name, value in (*extra.items(), *metrics.items())}
         plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}) + "\n")
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}) + "\n")
+        except OSError as error:
+            raise MetricsError(f"{self._path} can't be written: {error}. --run_dir chooses another place") from error
         if kind == "train" and step % self._every:
             return
         if self._tensorboard is not None:
@@ -104,11 +118,21 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flush and close everything."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written is tried once more, after the run failed because of it
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _put_aside(path: Path) -> None:
+    """Give the file of an earlier run a name of its own: its steps are not those of this run."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    number = next(n for n in itertools.count(1) if not path.with_name(f"metrics.{n}.jsonl").exists())
+    os.replace(path, path.with_name(f"metrics.{number}.jsonl"))
+    logger.warning("%s has metrics of an earlier run, which are now in metrics.%d.jsonl", path.parent, number)
 
 
 def public_config(cfg: Any) -> dict[str, Any]:

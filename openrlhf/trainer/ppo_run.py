@@ -44,6 +44,7 @@ from openrlhf.trainer.sampling import sampling_line
 from openrlhf.trainer.system import start_system
 from openrlhf.utils import interrupts
 from openrlhf.utils.errors import ExplainedError
+from openrlhf.workers.checkpoint_files import earlier_run
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 
 PROBE_TOKENS = 64
@@ -131,11 +132,13 @@ def _train(cfg: PPOConfig, console: Console) -> None:
             + ("nothing is trained" if cfg.rollout_only else f"{total_steps} optimizer steps")
         )
         console.say(sampling_line(cfg))
+    if not cfg.load_checkpoint and (told := earlier_run(Path(cfg.ckpt_path) / "_actor")):
+        console.say(told)
     run_dir = Path(cfg.run_folder)
     log_dir = (run_dir / "logs").absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
     console.say(f"Metrics and the logs of all processes are in {run_dir}")
-    logger = MetricsLogger(cfg, run_dir)
+    logger = MetricsLogger(cfg, run_dir, cfg.load_checkpoint)
     try:
         system = start_system(
             cfg,

@@ -21,6 +21,7 @@ from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
+from openrlhf.workers.checkpoint_files import explained_writes
 from openrlhf.workers.deepspeed_engine import NonFiniteError, TrainEngine
 from openrlhf.workers.distributed import World, broadcast_object
 
@@ -133,7 +134,8 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
 
 
 def _write(file: Path, key: str, result: dict[str, Tensor]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    torch.save({"key": key, "logprobs": result}, scratch)
-    os.replace(scratch, file)
+    with explained_writes(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"key": key, "logprobs": result}, scratch)
+        os.replace(scratch, file)

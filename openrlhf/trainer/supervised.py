@@ -193,7 +193,7 @@ class SupervisedTrainer(ABC):
         self.checkpoints.resume()
         step = self.engine.step_count
         if self.world.is_first:
-            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder))
+            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder), self.cfg.load_checkpoint)
         try:
             if step >= self.steps:
                 logger.warning("the checkpoint is at step %d of %d: nothing is left to train", step, self.steps)

@@ -25,7 +25,7 @@ STATUS = 130
 _requested: signal.Signals | None = None
 _failure: BaseException | None = None
 _cleaning = threading.Event()
-_hopeless: Callable[[], bool] = lambda: False
+_hopeless: Callable[[], bool] | None = None
 _over = threading.Event()
 
 
@@ -51,7 +51,7 @@ def fail(error: BaseException) -> None:
 
 
 @contextmanager
-def handled(hopeless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def handled(hopeless: Callable[[], bool] | None = None) -> Iterator[None]:
     """Inside, the first SIGINT or SIGTERM raises KeyboardInterrupt; later ones are ignored.
 
     What does not end within ``END_SECONDS`` of the signal is ended.
@@ -74,7 +74,9 @@ def handled(hopeless: Callable[[], bool] = lambda: False) -> Iterator[None]:
 
 def report() -> None:
     """Say that a signal ended the run."""
-    print(f"\ninterrupted ({requested() or 'SIGINT'}); all processes of this run were ended", file=sys.stderr, flush=True)
+    print(
+        f"\ninterrupted ({requested() or 'SIGINT'}); all processes of this run were ended", file=sys.stderr, flush=True
+    )
 
 
 @contextmanager
@@ -111,11 +113,11 @@ def _handle(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(_requested.name)
 
 
-def _end_in_time(hopeless: Callable[[], bool], over: threading.Event) -> None:
+def _end_in_time(hopeless: Callable[[], bool] | None, over: threading.Event) -> None:
     """A signal to all processes of a job also ends those that the ordered end has to call, and waits for."""
     deadline = time.monotonic() + END_SECONDS
     while not over.wait(0.5):
-        if time.monotonic() > deadline or hopeless():
+        if time.monotonic() > deadline or (hopeless is not None and hopeless()):
             report()
             sys.stdout.flush()
             os._exit(STATUS)

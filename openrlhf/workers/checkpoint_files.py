@@ -13,6 +13,8 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from openrlhf.utils.files import folder_bytes, write_atomic
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 META = "meta.json"
+LINEAGE = "lineage"
+"""Entry of META: the same in all checkpoints of a run and of those that went on from it."""
 METRIC = "metric.json"
 AVERAGE = "average.pt"
 BEST_PREFIX = "best_"
@@ -32,6 +36,34 @@ BEST_PREFIX = "best_"
 
 class CheckpointError(ExplainedError, RuntimeError):
     """A checkpoint is missing, damaged or belongs to another setup; the message says what to do."""
+
+
+def write_problem(error: Exception, folder: str | Path) -> str:
+    """What a failed write says, and the room that is left: torch's errors don't tell of a full disk."""
+    free = shutil.disk_usage(_existing(Path(folder))).free / (1 << 30)
+    return (
+        f"{type(error).__name__}: {error}; {free:.2f} GiB are free there. Make room, or choose another disk "
+        "(--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem)"
+    )
+
+
+def _existing(path: Path) -> Path:
+    return path if path.exists() else _existing(path.absolute().parent)
+
+
+@contextmanager
+def explained_writes(path: str | Path) -> Iterator[None]:
+    """Around the writing of a checkpoint, or of a file beside one.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    try:
+        yield
+    except ExplainedError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path} can't be written: {write_problem(error, path)}") from error
 
 
 def writing_tag(tag: str) -> str:
@@ -62,7 +94,7 @@ def finish_checkpoint(
     write_atomic(root / LATEST, tag)
     if tag.startswith(BEST_PREFIX):
         for other in checkpoint_tags(root):
-            if other.startswith(BEST_PREFIX) and other != tag:
+            if other.startswith(BEST_PREFIX) and other != tag and _lineage(root, other) == meta.get(LINEAGE):
                 shutil.rmtree(root / other)
 
 
@@ -98,6 +130,13 @@ def _ways_on(root: Path, tag: str) -> str:
         "such a folder, DeepSpeed's zero_to_fp32.py makes weights of the checkpoint. To start from the beginning, use "
         "another --ckpt_path, or no --load_checkpoint"
     )
+
+
+def _lineage(root: Path, tag: str) -> str | None:
+    try:
+        return read_meta(root, tag).get(LINEAGE)
+    except CheckpointError:
+        return "damaged"
 
 
 def latest_tag(root: str | Path, name: str = LATEST) -> str | None:
@@ -138,6 +177,18 @@ def nothing_to_resume(root: str | Path) -> str:
     return told
 
 
+def earlier_run(root: str | Path) -> str | None:
+    """What a run is told that starts from the beginning where an earlier one has checkpoints; None where none has."""
+    tags = checkpoint_tags(root)
+    if not tags:
+        return None
+    return (
+        f"{root} has checkpoints of an earlier run, the newest is {latest_tag(root) or tags[-1]}; this run starts from "
+        "the beginning (--load_checkpoint goes on from there). It keeps them, but replaces those of the steps that it "
+        "saves itself"
+    )
+
+
 def checkpoint_tags(root: str | Path) -> list[str]:
     """Complete checkpoints below ``root``, oldest first."""
     folders = [f for f in Path(root).glob("*") if (f / META).is_file() and not f.name.startswith(".")]
@@ -147,15 +198,16 @@ def checkpoint_tags(root: str | Path) -> list[str]:
 def rotate_checkpoints(root: str | Path, max_num: int, max_mem_gib: float) -> list[str]:
     """Remove the oldest checkpoints beyond a number or a total size, and their ``_hf`` copies beside them.
 
-    The newest checkpoint and those whose tag begins with ``best_`` are never removed. Called after a write, so a
-    complete checkpoint exists at every moment.
+    The newest checkpoint, those whose tag begins with ``best_``, and those of other runs than the newest's are never
+    removed. Called after a write, so a complete checkpoint exists at every moment.
 
     Returns:
         Tags removed.
     """
     root = Path(root)
-    regular = [tag for tag in checkpoint_tags(root) if not tag.startswith(BEST_PREFIX)]
     keep = latest_tag(root)
+    own = None if keep is None else _lineage(root, keep)
+    regular = [t for t in checkpoint_tags(root) if not t.startswith(BEST_PREFIX) and _lineage(root, t) == own]
     removed: list[str] = []
 
     def too_much() -> bool:

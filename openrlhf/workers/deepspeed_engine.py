@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -113,6 +115,7 @@ class TrainEngine:
         self.data_copies = data_copies(opts)
         share_sequences(model, opts.ring_attn_size)
         self.step_count = 0
+        self._lineage: str | None = uuid.uuid4().hex
         self._finite: Tensor | None = None  # stays on the device: looking at it would wait for the GPU
         self._pending = 0
         self._asleep = False
@@ -330,7 +333,7 @@ class TrainEngine:
             config_updates: further entries of config.json (``mean`` and ``std`` of a reward model).
 
         Raises:
-            RuntimeError: a weight is not finite, or rank 0 could not write.
+            DistributedError: a weight is not finite, or rank 0 could not write.
         """
         self._require_awake("saving the model")
         first = dist.get_rank() == 0
@@ -338,14 +341,14 @@ class TrainEngine:
         if self.average is not None:
             state = self.average.replaced(state)
         problem = ""
-        if first:
+        bad = [name for name, tensor in state.items() if not is_finite(tensor)]
+        if bad:
+            problem = f"these weights are not finite: {', '.join(bad[:5])}"
+        elif first:
             try:
-                bad = [name for name, tensor in state.items() if not is_finite(tensor)]
-                if bad:
-                    raise RuntimeError(f"refusing to save {folder}: not finite: {', '.join(bad[:5])}")
                 write_hf_folder(self.hf_model, state, folder, tokenizer, config_updates)
-            except (OSError, ValueError, RuntimeError) as error:
-                problem = f"{type(error).__name__}: {error}"
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+                problem = files.write_problem(error, folder)
         raise_together(problem, f"saving the model to {folder}")
 
     def _saved_state(self, keep: bool) -> dict[str, Tensor]:
@@ -382,27 +385,29 @@ class TrainEngine:
         ones. All ranks call it.
 
         Raises:
-            RuntimeError: rank 0 could not finish it; earlier checkpoints are untouched.
+            CheckpointError: this rank could not write its part; earlier checkpoints are untouched.
+            DistributedError: rank 0 could not finish it.
         """
         self._require_training("save_checkpoint")
         root = Path(root)
         scratch = root / files.writing_tag(tag)
         first = dist.get_rank() == 0
-        if first:
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-        barrier(f"start of checkpoint {tag}")
-        state = {"client_state": client_state, "step_count": self.step_count}
-        self._engine.save_checkpoint(
-            str(root),
-            tag=scratch.name,
-            client_state=state,
-            save_latest=False,
-            exclude_frozen_parameters=self._quantized,
-        )
-        torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
-        if first and self.average is not None:
-            torch.save(self.average.weights, scratch / files.AVERAGE)
+        with files.explained_writes(root / tag):
+            if first:
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir(parents=True)
+            barrier(f"start of checkpoint {tag}")
+            state = {"client_state": client_state, "step_count": self.step_count}
+            self._engine.save_checkpoint(
+                str(root),
+                tag=scratch.name,
+                client_state=state,
+                save_latest=False,
+                exclude_frozen_parameters=self._quantized,
+            )
+            torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
+            if first and self.average is not None:
+                torch.save(self.average.weights, scratch / files.AVERAGE)
         barrier(f"end of checkpoint {tag}")
         problem = ""
         if first:
@@ -414,7 +419,7 @@ class TrainEngine:
                 if max_num is not None:
                     files.rotate_checkpoints(root, max_num, max_mem_gib)
             except OSError as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem = files.write_problem(error, root)
         raise_together(problem, f"finishing checkpoint {root / tag}")
 
     def _meta(self) -> dict[str, Any]:
@@ -423,6 +428,7 @@ class TrainEngine:
             "zero_stage": self._stage,
             "param_dtype": self.opts.param_dtype,
             "step": self.step_count,
+            files.LINEAGE: self._lineage,
             "tensor_parallel_size": self.opts.ds_tensor_parallel_size,
         }
 
@@ -447,6 +453,7 @@ class TrainEngine:
         opts, world = self.opts, dist.get_world_size()
         setup = Setup(world, self._stage, opts.zero_stage, opts.param_dtype, trained, opts.ds_tensor_parallel_size)
         check_fit(root, tag, setup, self._universal)
+        self._lineage = files.read_meta(root, tag).get(files.LINEAGE)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
         damaged = f"checkpoint {Path(root) / tag} is damaged or not complete, resume from another"
         try:

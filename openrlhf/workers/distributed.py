@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT_S = 1800
 
 
 class DistributedError(ExplainedError, RuntimeError):
-    """Ranks did not meet in time, or the launcher's environment makes no sense."""
+    """Ranks did not meet in time, rank 0 failed at what all wait for, or the launcher's environment makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ def raise_together(problem: str, what: str) -> None:
     """Let every rank fail when rank 0 did, instead of waiting for it.
 
     Raises:
-        RuntimeError: rank 0 has a problem.
+        DistributedError: rank 0 has a problem.
     """
     told = broadcast_object(problem)
     if told:
-        raise RuntimeError(f"{what} failed: {told}")
+        raise DistributedError(f"{what} failed: {told}")

@@ -109,4 +109,6 @@ print("left" if time.monotonic() - started < 15 else "waited", ray_cluster.clust
 def test_a_ray_of_its_own_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     run = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=120)
-    assert run.stdout.splitlines() == ["Ray: started for this run 1", "None False", "left False"], run.stdout + run.stderr
+    assert run.stdout.splitlines() == ["Ray: started for this run 1", "None False", "left False"], (
+        run.stdout + run.stderr
+    )

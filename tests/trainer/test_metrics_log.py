@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from openrlhf.config import SFTConfig
-from openrlhf.trainer.metrics_log import METRICS_FILE, MetricsLogger, public_config
+from openrlhf.trainer.metrics_log import METRICS_FILE, MetricsError, MetricsLogger, public_config
 
 KEY = "wandb-key-0123456789"
 
@@ -23,7 +23,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_file_has_every_step_and_survives_a_restart(tmp_path: Path) -> None:
     for steps in ((1, 2), (3,)):
-        logger = MetricsLogger(SFTConfig(logging_steps=10), tmp_path / "run")
+        logger = MetricsLogger(SFTConfig(logging_steps=10), tmp_path / "run", goes_on=True)
         for step in steps:
             logger.log("train", step, {"gpt_loss": 0.5 * step, "lr": float("nan")})
         logger.close()
@@ -33,6 +33,25 @@ def test_file_has_every_step_and_survives_a_restart(tmp_path: Path) -> None:
         ("train", 2, 1.0, None),
         ("train", 3, 1.5, None),
     ]
+
+
+def test_another_run_in_the_same_folder_has_a_file_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for loss in (1.0, 2.0, 3.0):
+        logger = MetricsLogger(SFTConfig(), tmp_path)
+        logger.log("train", 1, {"gpt_loss": loss})
+        logger.close()
+    files = [json.loads((tmp_path / name).read_text()) for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
+    assert [line["gpt_loss"] for line in (*files, *lines(tmp_path))] == [1.0, 2.0, 3.0]
+    assert "which are now in metrics.2.jsonl" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    logger = MetricsLogger(SFTConfig(), tmp_path)
+    with pytest.raises(MetricsError, match=r"metrics.jsonl can't be written: .*No space left.*--run_dir"):
+        logger.log("train", 1, {"gpt_loss": 1.0})
+    logger.close()
 
 
 def test_extra_logs_replace_no_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +163,7 @@ def test_broken_wandb_does_not_stop_training_nor_show_the_key(
     logger.log("train", 2, {"gpt_loss": 1.0})
     logger.close()
     wandb.calls["broken"] = True
-    MetricsLogger(SFTConfig(use_wandb=KEY), tmp_path).close()
+    MetricsLogger(SFTConfig(use_wandb=KEY), tmp_path, goes_on=True).close()
     assert len(lines(tmp_path)) == 2
     captured = capsys.readouterr()
     assert KEY not in captured.out + captured.err + caplog.text

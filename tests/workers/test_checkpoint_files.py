@@ -15,11 +15,11 @@ import torch
 from openrlhf.workers import checkpoint_files as files
 
 
-def write(root: Path, tag: str, size: int = 10) -> None:
+def write(root: Path, tag: str, size: int = 10, lineage: str | None = None) -> None:
     scratch = root / files.writing_tag(tag)
     scratch.mkdir(parents=True)
     (scratch / "shard").write_bytes(b"x" * size)
-    files.finish_checkpoint(root, tag, {"step": int(tag[-1])})
+    files.finish_checkpoint(root, tag, {"step": int(tag[-1]), files.LINEAGE: lineage})
     # file systems with coarse clocks would make the order ambiguous
     stamp = 1_000_000_000 * int(tag[-1])
     os.utime(root / tag / files.META, ns=(stamp, stamp))
@@ -66,6 +66,37 @@ def test_best_checkpoints_are_apart_and_replace_each_other(tmp_path: Path) -> No
     assert files.rotate_checkpoints(tmp_path, 2, float("inf")) == ["global_step2"]
     write(tmp_path, "best_global_step5")
     assert files.checkpoint_tags(tmp_path) == ["global_step3", "global_step4", "best_global_step5"]
+
+
+def test_checkpoints_of_an_earlier_run_are_kept_and_told(tmp_path: Path) -> None:
+    """Also a damaged one, and those of a release without the entry; a run that goes on from them counts them."""
+    assert files.earlier_run(tmp_path) is None
+    for tag in ("best_global_step3", "global_step4", "global_step5"):
+        write(tmp_path, tag, lineage="first")
+    (tmp_path / "global_step4" / files.META).write_text("{")
+    os.utime(tmp_path / "global_step4" / files.META, (4, 4))
+    told = files.earlier_run(tmp_path)
+    assert told is not None and "the newest is global_step5" in told and "--load_checkpoint" in told
+    for step in (1, 2, 3):
+        write(tmp_path, f"global_step{step}", lineage="second")
+        files.rotate_checkpoints(tmp_path, 2, float("inf"))
+    write(tmp_path, "best_global_step2", lineage="second")
+    kept = ["best_global_step2", "global_step2", "best_global_step3", "global_step3", "global_step4", "global_step5"]
+    assert files.checkpoint_tags(tmp_path) == kept
+    write(tmp_path, "global_step6", lineage="first")
+    assert files.rotate_checkpoints(tmp_path, 1, float("inf")) == ["global_step5"]
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """torch only says that a position is not the expected one."""
+    for error in (RuntimeError("unexpected pos 307520 vs 307408"), OSError(28, "No space left on device")):
+        with pytest.raises(files.CheckpointError) as caught, files.explained_writes(tmp_path / "new/global_step1"):
+            raise error
+        told = str(caught.value)
+        assert told.startswith(f"{tmp_path}/new/global_step1 can't be written: {type(error).__name__}: {error}; ")
+        assert " GiB are free there" in told and "--ckpt_path, --save_path" in told
+    with pytest.raises(files.CheckpointError, match="^as it is$"), files.explained_writes(tmp_path):
+        raise files.CheckpointError("as it is")
 
 
 def test_metric_of_a_best_checkpoint_is_recorded(tmp_path: Path) -> None:
