@@ -343,7 +343,7 @@ class TrainEngine:
         problem = ""
         bad = [name for name, tensor in state.items() if not is_finite(tensor)]
         if bad:
-            problem = f"these weights are not finite: {', '.join(bad[:5])}"
+            problem = f"refusing to save weights that are not finite: {', '.join(bad[:5])}"
         elif first:
             try:
                 write_hf_folder(self.hf_model, state, folder, tokenizer, config_updates)

@@ -28,7 +28,7 @@ from openrlhf.workers.deepspeed_engine import (  # noqa: E402
     StepStats,
     TrainEngine,
 )
-from openrlhf.workers.distributed import all_reduce_sum  # noqa: E402
+from openrlhf.workers.distributed import DistributedError, all_reduce_sum  # noqa: E402
 from openrlhf.workers.optimizer import build_optimizer, build_scheduler  # noqa: E402
 
 LENGTHS = (3, 9, 2, 7, 8, 5)
@@ -97,5 +97,5 @@ def raises(results: dict[str, Any], key: str) -> Iterator[None]:
     try:
         yield
         results[key] = "no error"
-    except (NonFiniteError, OutOfMemoryError, files.CheckpointError) as error:
+    except (NonFiniteError, OutOfMemoryError, files.CheckpointError, DistributedError) as error:
         results[key] = str(error)

@@ -174,16 +174,27 @@ def weights_out(cases: Cases) -> None:
 
 
 def broken_weights(cases: Cases) -> None:
-    """A model with a NaN is never written; every rank hears of it."""
+    """A model with a NaN is never written; every rank hears of it, and of a disk without room."""
     engine = cases.engine(zero_stage=2)
+    root = cases.folder / f"no_room_{cases.ranks}"
+
+    def full(*args: Any, **options: Any) -> None:
+        raise RuntimeError("unexpected pos 307520 vs 307408")
+
+    engine._engine.save_checkpoint = full
+    blocker = cases.folder / f"a_file_{cases.ranks}"
+    blocker.touch()
     with torch.no_grad():
-        next(iter(engine.hf_model.parameters())).fill_(float("nan"))
-    try:
-        engine.save_hf(cases.folder / "broken")
-        cases.results["broken"] = "no error"
-    except RuntimeError as error:
-        cases.results["broken"] = str(error)
-    cases.results["broken heard"] = all_reduce_sum([float(cases.results["broken"] != "no error")])[0]
+        broken = cases.engine(zero_stage=2)
+        next(iter(broken.hf_model.parameters())).fill_(float("nan"))
+    with raises(cases.results, "broken"):
+        broken.save_hf(cases.folder / "broken")
+    with raises(cases.results, "no room"):
+        engine.save_checkpoint(root, "global_step1", {})
+    with raises(cases.results, "no folder"):
+        engine.save_hf(blocker / "model")
+    heard = sum(cases.results[name] != "no error" for name in ("broken", "no room", "no folder"))
+    cases.results["broken heard"] = all_reduce_sum([heard])[0]
 
 
 def inference(cases: Cases) -> None:
