@@ -42,8 +42,8 @@ def write_problem(error: Exception, folder: str | Path) -> str:
     """What a failed write says, and the room that is left: torch's errors don't tell of a full disk."""
     free = shutil.disk_usage(_existing(Path(folder))).free / (1 << 30)
     return (
-        f"{type(error).__name__}: {error}; {free:.2f} GiB are free there. Make room, or choose another disk "
-        "(--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem)"
+        f"{type(error).__name__}: {error}; {free:.2f} GiB are free there. If that is too little, make room, or "
+        "choose another disk (--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem)"
     )
 
 
