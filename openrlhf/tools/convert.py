@@ -322,8 +322,7 @@ def _fresh_engine(cfg: ConvertConfig) -> TrainEngine:
     engine.step_count = cfg.resume_step
     inner: Any = engine._engine
     inner.global_steps = cfg.resume_step
-    inner.lr_scheduler.last_epoch = cfg.resume_step
-    inner.lr_scheduler._step_count = cfg.resume_step + 1
+    inner.lr_scheduler.done = float(cfg.resume_step)
     # AdamW makes its state in the first step; without it there would be nothing to convert
     zero = inner.optimizer
     stage3 = hasattr(zero, "fp32_partitioned_groups_flat")

@@ -20,6 +20,7 @@ from openrlhf.batching.microbatch import MicroBatch, pack, unpack
 from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimizer_steps
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
+from openrlhf.config.derive import optimizer_steps as planned_steps
 from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.trajectory import Trajectory
@@ -343,6 +344,8 @@ def step_batches(
     sent = {name: experience.columns[name] for name in columns if name in experience.columns}
     _refuse_not_finite(experience, sent)
     data: Mapping[str, Column] = {"action_mask": masks, **sent}
+    # The schedule was planned by prompts: a hook or a dump may have other numbers of samples for each.
+    planned = planned_steps(cfg, len({t.group_id for t in experience.trajectories}))
     result: list[list[StepBatch]] = [[] for _ in range(ranks)]
     for indices in steps:
         plan = _plan(
@@ -351,5 +354,5 @@ def step_batches(
         denominators = step_denominators([masks[i] for i in indices], constant=loss_constant(cfg))
         for rank, micro_batches in enumerate(plan.ranks):
             packed = tuple(_packed(sequences, data, images, [indices[i] for i in part]) for part in micro_batches)
-            result[rank].append(StepBatch(packed, denominators, kl_coef))
+            result[rank].append(StepBatch(packed, denominators, kl_coef, planned / len(steps)))
     return result

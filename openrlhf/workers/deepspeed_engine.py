@@ -242,8 +242,11 @@ class TrainEngine:
         if hasattr(self._engine.optimizer, "averaged_gradients"):
             drop_gradients(self._engine.optimizer)
 
-    def step(self) -> StepStats:
+    def step(self, progress: float = 1.0) -> StepStats:
         """Clip the gradient and update the weights.
+
+        Args:
+            progress: steps of the learning rate's schedule that this one stands for.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite, on any rank; raised on all of them, before the
@@ -252,6 +255,8 @@ class TrainEngine:
         self._require_training("step")
         if self._pending:
             raise RuntimeError("step() before the last backward(): call backward(loss, last=True) first")
+        if self._engine.lr_scheduler is not None:
+            self._engine.lr_scheduler.prepare(progress)
         lr = float(self._engine.optimizer.param_groups[0]["lr"])
         finite = self._finite is None or bool(self._finite)
         self._finite = None
@@ -494,14 +499,8 @@ class TrainEngine:
         """After a resume, this run's flags hold (rates, decay, length of the schedule), not those of the checkpoint."""
         for group, asked in zip(self._engine.optimizer.param_groups, groups, strict=True):
             group.update(asked)
-        schedule = self._engine.lr_scheduler
-        if schedule is None:
-            return
-        schedule.base_lrs = [asked["initial_lr"] for asked in groups]
-        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-        schedule._last_lr = [base * factor for base, factor in zip(schedule.base_lrs, factors, strict=True)]
-        for group, rate in zip(self._engine.optimizer.param_groups, schedule._last_lr, strict=True):
-            group["lr"] = rate
+        if self._engine.lr_scheduler is not None:
+            self._engine.lr_scheduler.prepare()
 
     # ------------------------------------------------------------------------------------------------------ sleep
 

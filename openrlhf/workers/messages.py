@@ -19,8 +19,10 @@ class StepBatch:
         micro_batches: as many on every rank; a rank without work gets stand-ins.
         denominators: counts over all ranks' parts of the step.
         kl_coef: weight of the KL term in the policy loss; 0 when it is in the reward or off.
+        progress: steps of the learning rate's schedule that it stands for.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
     kl_coef: float = 0.0
+    progress: float = 1.0

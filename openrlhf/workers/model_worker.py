@@ -181,7 +181,7 @@ class TrainedWorker(ModelWorker):
         for step in steps:
             loss_of = functools.partial(self._loss, step=step)
             metrics = metrics.merge(self.backoff.accumulate(step.micro_batches, loss_of))
-            stats = self.engine.step()
+            stats = self.engine.step(step.progress)
             metrics.add(f"{self.prefix}_grad_norm", stats.grad_norm, 1.0, STEP)
             metrics.set_latest(f"{self.prefix}_lr", stats.lr)
         return metrics.to_numbers()

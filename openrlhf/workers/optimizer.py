@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from openrlhf import platform
@@ -108,8 +107,8 @@ def _adamw(groups: list[dict[str, Any]], spec: OptimizerSpec) -> torch.optim.Ada
     return torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=platform.fused_optimizer())
 
 
-def schedule(spec: SchedulerSpec, lr: float) -> Callable[[int], float]:
-    """Factor of the learning rate for optimizer step 1, 2, ...
+def schedule(spec: SchedulerSpec, lr: float) -> Callable[[float], float]:
+    """Factor of the learning rate for optimizer step 1, 2, ... and places between them.
 
     Step ``total_steps`` and every later one get the schedule's last value; the first step of a warm-up is not zero. A
     run of one step has the peak rate, and so has the last step of a warm-up that takes the whole run.
@@ -127,15 +126,50 @@ def schedule(spec: SchedulerSpec, lr: float) -> Callable[[int], float]:
     # transformers counts this one from 1 by itself.
     ahead = 1 if spec.name == "cosine_warmup_with_min_lr" else 0
 
-    def at(step: int) -> float:
+    def at(step: float) -> float:
         step = min(step, total)
         # After such a warm-up transformers has no steps left: some schedules give 0 there, or divide by their number.
-        return 1.0 if step == warmup or total == 1 else float(factor(max(0, step - ahead)))
+        return 1.0 if step == warmup or total == 1 else float(factor(step - ahead))
 
     return at
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, spec: SchedulerSpec, lr: float) -> LambdaLR:
-    """A scheduler whose ``k``-th value (from 0) is the factor of optimizer step ``k + 1``."""
-    factor = schedule(spec, lr)
-    return LambdaLR(optimizer, lambda done: factor(done + 1))
+class Schedule:
+    """The rates of an optimizer's parameter groups: its peak rates times a factor of the steps that are done.
+
+    An optimizer step may stand for less or more than one step of the schedule (:meth:`prepare`).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[float], float]) -> None:
+        self.optimizer, self.factor = optimizer, factor
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self.done = 0.0
+        self.prepare()
+
+    def prepare(self, progress: float = 1.0) -> None:
+        """Set the rates of the next optimizer step, which takes the schedule ``progress`` steps on."""
+        self._next = self.done + progress
+        if abs(self._next - round(self._next)) < 1e-6:  # parts of a step add up to whole ones
+            self._next = float(round(self._next))
+        factor = self.factor(self._next)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
+
+    def step(self) -> None:
+        """The optimizer step was taken."""
+        self.done = self._next
+        self.prepare()
+
+    def state_dict(self) -> dict[str, float]:
+        """The place in the schedule; rates and length are those of the run's flags."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on where another run was."""
+        self.done = float(state["done"])
+        self.prepare()
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, spec: SchedulerSpec, lr: float) -> Schedule:
+    """The schedule of an optimizer whose peak rate is ``lr``."""
+    return Schedule(optimizer, schedule(spec, lr))

@@ -92,6 +92,8 @@ class Policy:
         answers = dict(self.answers)
         if method == "train":
             self.trained.append(per_rank)
+        if method == "forward":
+            return Done([[np.zeros(len(b.input_ids), dtype=np.float32) for b in own] for own in per_rank])
         if method == "probe":
             answers[method] = np.zeros(len(args[0]), dtype=np.float32)
         return Done([answers.get(method)] * self.ranks)

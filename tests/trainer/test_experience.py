@@ -227,6 +227,17 @@ def test_every_sample_is_in_one_step_an_epoch_and_groups_stay_together(cfg: PPOC
             assert [i for i in range(5) if group_ids[i] == group and i not in step] == []
 
 
+@pytest.mark.parametrize(("parts", "steps"), [(1, 1), (2, 2), (4, 4), (6, 6)])
+def test_the_schedule_goes_by_prompts(cfg: PPOConfig, parts: int, steps: int) -> None:
+    """Whatever number of samples a hook makes of a prompt, where two were planned: the rollout is as long."""
+    experience = collect([[sample(group, part, 3, float(part)) for part in range(parts)] for group in range(4)])
+    add_advantages(experience, cfg, 0.0)
+    plan = optimizer_steps([t.group_id for t in experience.trajectories], cfg, seed=(0, 0))
+    (batches,) = step_batches(experience, plan, 1, cfg, POLICY_COLUMNS, 0.0)
+    assert len(batches) == len(plan) == steps
+    assert [batch.progress for batch in batches] == [2 / len(plan)] * len(plan)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_steps_hold_each_sample_once_with_global_denominators(cfg: PPOConfig, ranks: int) -> None:
     experience = collect(rollout())

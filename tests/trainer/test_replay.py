@@ -75,6 +75,19 @@ def test_training_from_a_dump_sees_the_same_batches(tmp_path: Path) -> None:
         finish(ReplayTrainer, second, Pool(), Policy(), files=[files, 10])
 
 
+@pytest.mark.parametrize("n", [1, 2, 6])
+def test_a_dump_with_other_numbers_of_samples_takes_the_whole_schedule(tmp_path: Path, n: int) -> None:
+    dump = str(tmp_path / "dump")
+    first = config(tmp_path, dump_rollouts=dump, n_samples_per_prompt=n, train_batch_size=2 * n)
+    finish(PPOTrainer, first, Pool(), Policy())
+    cfg, policy = config(tmp_path, load_rollouts=dump, ckpt_path=str(tmp_path / "b")), Policy()
+    files = replayed_files(cfg)
+    finish(ReplayTrainer, cfg, Pool(), policy, files=[files, 100])
+    progress = [step.progress for (steps,) in policy.trained for step in steps]
+    assert sum(progress) == replayed_steps(cfg, files) == 2
+    assert len(progress) == {1: 2, 2: 2, 6: 5}[n]  # of 12 and 6 samples, 4 at a time
+
+
 def test_rollout_only_writes_and_trains_nothing(tmp_path: Path) -> None:
     cfg = config(tmp_path, rollout_only=True, dump_rollouts=str(tmp_path / "dump"), eval_before_train=True, max_steps=1)
     policy = Policy(ranks=0)

@@ -61,6 +61,32 @@ def test_every_schedule_that_is_a_function_of_the_step(name: str, last: float | 
         assert seen[-1] == pytest.approx(last, abs=1e-9)
 
 
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("warmup", [0.0, 0.25])
+def test_parts_of_steps_take_the_schedule_as_far_as_whole_ones(name: str, warmup: float) -> None:
+    """Three optimizer steps for each step of the schedule, then one for two; and a resume between them."""
+    spec = SchedulerSpec(name, 8, warmup_ratio=warmup)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = build_scheduler(optimizer, spec, 2.0)
+    seen = []
+    for progress in [1 / 3] * 12 + [2.0, 1.0, 0.5, 0.5]:
+        scheduler.prepare(progress)
+        seen.append(optimizer.param_groups[0]["lr"])
+        scheduler.step()
+        state = scheduler.state_dict()
+        optimizer.param_groups[0]["lr"] = 2.0
+        scheduler = build_scheduler(optimizer, spec, 2.0)
+        scheduler.load_state_dict(state)
+    factor = schedule(spec, 2.0)
+    places = [*(k / 3 for k in range(1, 13)), 6, 7, 7.5, 8]
+    assert seen == pytest.approx([2 * factor(place) for place in places], rel=1e-7, abs=1e-12)
+    whole = rates(spec, lr=2.0)
+    assert [seen[k] for k in (2, 5, 8, 11, 12, 13, 15)] == pytest.approx([whole[k] for k in (0, 1, 2, 3, 5, 6, 7)])
+    assert all(rate > 0 for rate in seen[:-1])
+    if warmup:
+        assert seen[:6] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2] if name != "constant" else [2] * 6)
+
+
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
 def test_both_cosines_with_a_least_rate_are_the_same_here(warmup: float) -> None:
     """transformers counts the steps of one from 0, of the other from 1; ours was a step ahead and rose at the end."""
