@@ -123,7 +123,7 @@ def _train(cfg: PPOConfig, console: Console) -> None:
         files = replayed_files(cfg)
         total_steps = replayed_steps(cfg, files)
         actor_steps = replayed_steps(cfg, files[frozen_rollouts(cfg) :])
-        console.say(f"{len(files)} rollouts of {cfg.load_rollouts}, {total_steps} optimizer steps")
+        console.say(f"{len(files)} rollouts of {cfg.load_rollouts}")
     else:
         derived = derive(cfg, len(inputs.rows))
         total_steps, actor_steps = derived.total_steps or 0, derived.actor_steps or 0

@@ -79,7 +79,7 @@ def replayed_files(cfg: PPOConfig) -> list[Path]:
 
 
 def replayed_steps(cfg: PPOConfig, files: Sequence[Path]) -> int:
-    """Optimizer steps of a replay, which the learning rate's schedule spans."""
+    """Length of the schedule: the optimizer steps, if each prompt has as many samples as the flags say."""
     return sum(optimizer_steps(cfg, count_groups(file)) for file in files)
 
 
