@@ -59,10 +59,11 @@ def test_layout_does_not_change_the_training(preference_runs: Any, layout: str) 
         base = preference_runs.values("train_rm/base", metric)
         got = preference_runs.values(f"train_rm/{layout}", metric)
         assert got[0] == pytest.approx(base[0], abs=1e-6, rel=1e-6)
-        assert got == pytest.approx(base, abs=1e-5, rel=1e-5)
+        # Adam divides by the size of the gradients, and so the rounding of those near 0 is in the next steps
+        assert got == pytest.approx(base, abs=1e-4, rel=1e-4)
     for metric in ("eval_loss", "acc_mean", "reward_mean", "reward_std"):
         base = preference_runs.values("train_rm/base", metric, "eval")
-        assert preference_runs.values(f"train_rm/{layout}", metric, "eval") == pytest.approx(base, rel=1e-5)
+        assert preference_runs.values(f"train_rm/{layout}", metric, "eval") == pytest.approx(base, rel=1e-4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
