@@ -8,7 +8,7 @@ from pathlib import Path
 
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flag import FlagSpec
-from openrlhf.config.foreign import translations
+from openrlhf.config.foreign import translations, value_translations
 from openrlhf.config.help import describe_default, specs_by_group
 from openrlhf.config.names import RETIRED
 from openrlhf.config.values import type_name
@@ -92,6 +92,10 @@ def generate() -> str:
         "| system | name | here |",
         "|---|---|---|",
         *(f"| {system} | `{name}` | {text.replace('{}', 'VALUE')} |" for system, name, text in translations()),
+        "",
+        "| flag | value there | here |",
+        "|---|---|---|",
+        *(f"| `--{flag}` | `{value}` | {here} |" for flag, value, here in value_translations()),
     ]
     return "\n".join(lines) + "\n"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.derive import data_copies, gpus_per_role, sharing_roles
+from openrlhf.config.foreign import value_here
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from openrlhf.config.problems import Violation, not_there
@@ -147,8 +148,8 @@ def _check_algorithms(cfg: PPOConfig) -> Iterator[Violation]:
     for flag, known in (("advantage_estimator", ESTIMATORS), ("policy_loss_type", POLICY_LOSSES)):
         name = getattr(cfg, flag)
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}? It is " if close else "it is "
+            close = [value_here(flag, name), *difflib.get_close_matches(name, known, 1)]
+            hint = next((f"did you mean {meant}? It is " for meant in close if meant), "it is ")
             fix = f"{hint}one of {', '.join(known)}, or a name that a --custom_algorithms file registers"
             yield Violation(flag, f"there is no {name}", fix)
 

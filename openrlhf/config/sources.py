@@ -108,7 +108,7 @@ def _read_flag(config_class: type, token: str, tokens: _Tokens, written: Written
         value = text if has_value else None
         while (following := tokens.peek_value()) is not None and not _OVERRIDE.fullmatch(following):
             value = tokens.take() if value is None else f"{value} {tokens.take()}"
-        written.violations.append(_unknown("--" + name, unknown, value, ""))
+        written.violations.append(_unknown(config_class, "--" + name, unknown, value, ""))
         return
     spec = flag_specs(config_class)[target.flag]
     raw: Any
@@ -162,7 +162,7 @@ def _read_override(config_class: type, token: str, match: re.Match[str], written
     try:
         target = resolve(config_class, match["key"], prefixes=False)
     except UnknownName as unknown:
-        written.violations.append(_unknown(match["key"] + "=", unknown, match["value"], ""))
+        written.violations.append(_unknown(config_class, match["key"] + "=", unknown, match["value"], ""))
         return
     spec = flag_specs(config_class)[target.flag]
     raw = parse_override_value(token, match["value"], spec)
@@ -257,7 +257,7 @@ def assign_key(config_class: type, key: str, value: Any, origin: str, written: W
         target = resolve(config_class, key, prefixes=False)
     except UnknownName as unknown:
         text = None if value is None else str(value)
-        written.violations.append(_unknown(key + "=", unknown, text, f" ({origin})"))
+        written.violations.append(_unknown(config_class, key + "=", unknown, text, f" ({origin})"))
         return
     _assign(config_class, target, value, origin, written)
 
@@ -276,18 +276,19 @@ def _assign(config_class: type, target: Target, raw: Any, origin: str, written: 
             value = convert(spec, raw)
     except ValueError as error:
         where = "" if origin == COMMAND_LINE else f" ({origin})"
-        written.violations.append(Violation(target.flag, f"{error}{where}", spec.info.help))
+        meant = foreign.value_here(target.flag, " ".join(map(str, raw)) if isinstance(raw, list) else str(raw))
+        fix = spec.info.help if meant is None else f"did you mean {meant}?"
+        written.violations.append(Violation(target.flag, f"{error}{where}", fix))
         return
     written.assignments.append(Assignment(target.flag, value, origin, target.actor_only))
 
 
-def _unknown(name: str, unknown: UnknownName, value: str | None, where: str) -> Violation:
+def _unknown(config_class: type, name: str, unknown: UnknownName, value: str | None, where: str) -> Violation:
+    translated = foreign.translate(unknown.name, value, flag_specs(config_class))
+    if translated is not None and (translated.fits or not unknown.ambiguous):
+        return Violation(name, f"is a name of {translated.system}{where}", f"here it is {translated.advice}")
     if unknown.ambiguous:
         problem = f"could be any of {', '.join('--' + flag for flag in unknown.close)}{where}"
         return Violation(name, problem, "write more of the name")
-    translated = foreign.translate(unknown.name, value)
-    if translated is not None:
-        system, advice = translated
-        return Violation(name, f"is a name of {system}{where}", f"here it is {advice}")
     fix = "did you mean " + " or ".join("--" + flag for flag in unknown.close) + "?" if unknown.close else ""
     return Violation(name, f"is no flag of this command{where}", fix or "--help lists the flags")

@@ -206,7 +206,23 @@ def test_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["actor_rollout_ref.rollout.n=8"], "verl", "--n_samples_per_prompt 8"),
         (["data.train_files=/x.parquet"], "verl", "--prompt_data /x.parquet"),
         (["+trainer.total_epochs=3"], "verl", "--num_episodes 3"),
-        (["algorithm.adv_estimator=grpo"], "verl", "grpo is group_norm"),
+        (["algorithm.adv_estimator=grpo"], "verl", "--advantage_estimator group_norm"),
+        (["algorithm.adv_estimator=rloo"], "verl", "--advantage_estimator rloo"),
+        (["actor_rollout_ref.actor.kl_loss_type=low_var_kl"], "verl", "--kl_estimator k3"),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], "verl", "--policy_loss_type ppo"),
+        (["actor_rollout_ref.actor.use_kl_loss=False"], "verl", "--use_kl_loss, to be left out for False"),
+        (["actor_rollout_ref.actor.fsdp_config.param_offload=True"], "verl", "here it is --deepspeed_enable_sleep\n"),
+        (["actor_rollout_ref.rollout.val_kwargs.n=4"], "verl", "--eval_n_samples_per_prompt 4"),
+        (["custom_reward_function.name=compute_score"], "verl", "reward_func"),
+        (["reward_model.overlong_buffer.len=4096"], "verl", "--overlong_buffer_len 4096"),
+        (["reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=2"], "verl", "--overlong_penalty_factor 2"),
+        (["--lr", "1e-6"], "slime", "--actor_learning_rate 1e-6"),  # also the beginning of several flags of ours
+        (["--save", "x"], "slime", "--ckpt_path x"),
+        (["--load", "x"], "slime", "--load_checkpoint with --ckpt_path x"),
+        (["--colocate"], "slime", "--colocate_all_models"),
+        (["--kl-loss-type", "low_var_kl"], "slime", "--kl_estimator k3"),
+        (["--over-sampling-batch-size", "64"], "slime", "--vllm_generate_batch_size 64"),
+        (["--wandb-team", "t"], "slime", "--wandb_org t"),
         (["--rm-type", "math"], "slime", "reward_func"),
         (["--rollout-max-response-len", "512"], "slime", "--max_new_tokens 512"),
         (["--use-tis"], "slime", "--enable_vllm_is_correction"),
@@ -217,9 +233,36 @@ def test_names_of_other_systems(capsys: pytest.CaptureFixture[str], typed: list[
     assert "1 problem" in message and f"is a name of {system}" in message and advice in message
 
 
-def test_advice_for_other_systems_names_real_flags() -> None:
-    from openrlhf.config.foreign import translations
+@pytest.mark.parametrize(
+    ("flag", "value", "meant"),
+    [
+        ("advantage_estimator", "grpo", "group_norm"),
+        ("advantage_estimator", "GRPO", "group_norm"),
+        ("advantage_estimator", "reinforce++", "reinforce"),
+        ("advantage_estimator", "reinforce_plus_plus", "reinforce"),
+        ("advantage_estimator", "reinforce++-baseline", "reinforce_baseline"),
+        ("advantage_estimator", "reinforce_plus_plus_baseline", "reinforce_baseline"),
+        ("advantage_estimator", "ppo", "gae"),
+        ("kl_estimator", "low_var_kl", "k3"),
+        ("policy_loss_type", "vanilla", "ppo"),
+        ("optim", "adamw", "adam"),
+    ],
+)
+def test_values_of_other_systems(flag: str, value: str, meant: str) -> None:
+    assert f"did you mean {meant}?" in violations("train_ppo_ray", f"--{flag}", value)[flag]
 
+
+def test_advice_is_about_flags_that_the_command_has() -> None:
+    assert "could be any of --lr_scheduler, --lr_warmup_ratio" in violations("train_sft", "--lr", "1")["--lr"]
+    assert "--prompt_data x, in train_ppo_ray" in violations("train_sft", "data.train_files=x")["data.train_files="]
+
+
+def test_advice_for_other_systems_names_real_flags() -> None:
+    from openrlhf.config.foreign import translations, value_translations
+
+    specs = flag_specs(COMMANDS["train_ppo_ray"].config)
+    for flag, value, meant in value_translations():
+        assert meant.split()[0] in specs[flag].info.choices and value not in specs[flag].info.choices
     table = name_table(COMMANDS["train_ppo_ray"].config)
     assert len(translations()) >= 40
     for system, name, text in translations():
