@@ -12,6 +12,7 @@ from typing import Any
 
 from openrlhf.config.commands import BatchInferenceConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
+from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
@@ -108,6 +109,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
         _half_run(changer, cfg)
         _async(changer, cfg)
         _placement(changer, cfg)
+        _micro_batches(changer, cfg)
         _algorithm(changer, cfg)
     if isinstance(cfg, DeepSpeedOptions):
         _moved_state(changer, cfg)
@@ -232,6 +234,24 @@ def _batches(changer: _Changer, cfg: PPOConfig) -> None:
             f"prompt stay together, so an optimizer step has {batch // n * n} samples"
         )
     changer.fill("vllm_generate_batch_size", cfg.rollout_batch_size, "as --rollout_batch_size")
+
+
+def _micro_batches(changer: _Changer, cfg: PPOConfig) -> None:
+    """Micro-batches that nobody gave a size are as large as their default, or as the batch of a rank allows."""
+    copies = data_copies(cfg)
+    ranks = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node // copies if copies > 0 else 0
+    samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt
+    if ranks <= 0 or cfg.use_dynamic_batch:
+        return
+    if "micro_train_batch_size" not in changer.explicit and cfg.train_batch_size % ranks == 0:
+        mine = cfg.train_batch_size // ranks
+        size = max((n for n in range(1, cfg.micro_train_batch_size + 1) if mine % n == 0), default=1)
+        note = f"--micro_train_batch_size is {size}, which divides the {mine} samples of a rank in a step"
+        changer.set("micro_train_batch_size", size, "divides the batch", note)
+    if "micro_rollout_batch_size" not in changer.explicit and ranks <= samples < ranks * cfg.micro_rollout_batch_size:
+        size = samples // ranks
+        note = f"--micro_rollout_batch_size is {size}: a rollout has {samples} samples for {ranks} ranks"
+        changer.set("micro_rollout_batch_size", size, "one micro-batch a rank", note)
 
 
 def _async(changer: _Changer, cfg: PPOConfig) -> None:

@@ -280,7 +280,8 @@ class TestBatches:
         }
 
     def test_smallest_batch(self) -> None:
-        found = violations(PPO, "--train_batch_size", "8", "--rollout_batch_size", "8")
+        flags = ["--train_batch_size", "8", "--rollout_batch_size", "8", "--micro_rollout_batch_size", "1"]
+        found = violations(PPO, *flags, "--micro_train_batch_size", "4")
         assert found["train_batch_size"].endswith("-> use --train_batch_size 32")
 
     def test_rollout_is_a_multiple_of_the_batch(self) -> None:
@@ -304,7 +305,7 @@ class TestBatches:
 
     def test_a_forward_micro_batch_for_every_rank(self) -> None:
         flags = "--rollout_batch_size 32 --train_batch_size 32".split()
-        found = violations(PPO, *flags)
+        found = violations(PPO, *flags, "--micro_rollout_batch_size", "8")
         assert set(found) == {"micro_rollout_batch_size"} and "4 or less" in found["micro_rollout_batch_size"]
         assert not violations(PPO, *flags, "--micro_rollout_batch_size", "4")
 

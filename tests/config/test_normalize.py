@@ -119,6 +119,26 @@ class TestBatches:
         assert changed("seed", "--n_samples_per_prompt", "8")[2] == ""
         assert changed("seed", "--n_samples_per_prompt", "256")[2] == ""
 
+    @pytest.mark.parametrize(
+        ("flags", "train", "rollout"),
+        [
+            ("", 4, 8),
+            ("--train_batch_size 8 --rollout_batch_size 8", 1, 1),  # of 8 ranks
+            ("--train.batch_size 8 --rollout.batch_size 8 --rollout.n_samples_per_prompt 8", 1, 8),
+            ("--train_batch_size 24 --rollout_batch_size 24", 3, 3),
+            ("--train_batch_size 40 --rollout_batch_size 80", 1, 8),
+            ("--train_batch_size 16 --rollout_batch_size 16 --ring_attn_size 2", 4, 4),
+            ("--train_batch_size 8 --use_dynamic_batch", 4, 8),
+        ],
+    )
+    def test_micro_batches_that_nobody_gave(self, flags: str, train: int, rollout: int) -> None:
+        size, _, notes = changed("micro_train_batch_size", *flags.split())
+        assert size == train and (f"--micro_train_batch_size is {train}" in notes) == (train != 4)
+        size, _, notes = changed("micro_rollout_batch_size", *flags.split())
+        assert size == rollout and (f"--micro_rollout_batch_size is {rollout}" in notes) == (rollout != 8)
+        given = parsed(PPO, *flags.split(), "--micro_train_batch_size", "4", "--micro_rollout_batch_size", "8")
+        assert (given.config.micro_train_batch_size, given.config.micro_rollout_batch_size) == (4, 8)
+
     def test_generate_batch(self) -> None:
         assert changed("vllm_generate_batch_size", "--rollout_batch_size", "256")[0] == 256
 
