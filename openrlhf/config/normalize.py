@@ -10,13 +10,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from openrlhf.config.commands import BatchInferenceConfig, DPOConfig, PPOConfig, ServeRMConfig, TrainerOptions
+from openrlhf.config.commands import BatchInferenceConfig, DPOConfig, PPOConfig, RMConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
 from openrlhf.config.options_data import DataOptions
 from openrlhf.config.options_model import DeepSpeedOptions
+from openrlhf.config.options_ppo import NO_METRIC
 from openrlhf.config.unread import unread_flags
 from openrlhf.config.values import show_value
 
@@ -98,6 +99,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset())
         _fix_template(changer)
     if isinstance(cfg, DataOptions):
         _eval_split_of_files(changer)
+        _evaluation(changer)
     if isinstance(cfg, DPOConfig) and not cfg.ref_pretrain:
         changer.set("ref_pretrain", cfg.pretrain, "as --pretrain")
     if isinstance(cfg, PPOConfig):
@@ -151,6 +153,22 @@ def _eval_split_of_files(changer: _Changer) -> None:
         return
     if all(source.is_file for source in parse_sources(cfg.eval_dataset)):
         changer.set("eval_split", "train", "the only split of a file")
+
+
+def _evaluation(changer: _Changer) -> None:
+    """Say which flags about evaluation do nothing for want of another one."""
+    cfg = changer.config
+    asked = ["eval_steps", "eval_before_train", "best_metric_key"]
+    if isinstance(cfg, RMConfig):
+        asked.remove("eval_steps")  # without a data set of its own, it evaluates on rows of the training data
+    if not cfg.eval_dataset:
+        for flag in (f for f in asked if flag_value(cfg, f) not in (None, False, -1, "", NO_METRIC)):
+            changer.note(f"--{flag} does nothing without --eval_dataset")
+        return
+    if flag_value(cfg, "best_metric_key") not in (None, "", NO_METRIC) and cfg.disable_ds_ckpt and not cfg.save_hf_ckpt:
+        changer.note("--best_metric_key writes nothing: --disable_ds_ckpt leaves nothing of a checkpoint")
+    if isinstance(cfg, PPOConfig) and cfg.eval_steps < 0 and not cfg.eval_before_train:
+        changer.note("--eval_dataset is not used: add --eval_steps N to evaluate every N steps, or --eval_before_train")
 
 
 def _rewards(changer: _Changer, cfg: PPOConfig) -> None:

@@ -7,6 +7,9 @@ from typing import ClassVar
 
 from openrlhf.config.flag import OptionGroup, flag
 
+# A value of best_metric_key.
+NO_METRIC = "none"
+
 
 @dataclass(kw_only=True)
 class PlacementOptions(OptionGroup):
@@ -203,6 +206,7 @@ class EvalOptions(OptionGroup):
     eval_before_train: bool = flag(False, "evaluate once before the first step", since="new")
     best_metric_key: str = flag(
         "",
-        "evaluation metric whose best checkpoint is kept; the first that ends in _pass1 if empty, none for off",
+        "evaluation metric whose best checkpoint is written, whatever save_steps says; the first that ends in _pass1 "
+        "if empty, none for off",
         "ckpt.best_metric_key",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -101,7 +101,7 @@ def eval_metrics(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]
         for group in groups:
             if len(group) != n:
                 raise ValueError(f"evaluation prompt {group[0].prompt_id} has {len(group)} samples, not {n}")
-        for k in sorted({n, *(2**power for power in range(n.bit_length()))}):
+        for k in _pass_sizes(n):
             metrics[f"{prefix}_pass{k}"] = float(np.mean([best_of(_rewards(group), k) for group in groups]))
         means = np.array([_rewards(group).mean() for group in groups])
         metrics[f"{prefix}_mean{n}"] = float(means.mean())
@@ -113,6 +113,20 @@ def eval_metrics(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]
     metrics.update(_length_metrics("eval", trajectories))
     metrics["eval_num_samples"] = float(len(trajectories))
     return metrics
+
+
+def eval_metric_names(prompts: Mapping[str, int], n: int) -> list[str]:
+    """The names that `eval_metrics` gives, by datasource and its number of prompts, with `n` samples of each."""
+    names = ["eval_num_samples", "eval_response_length_mean", "eval_truncated_rate"]
+    for source, count in prompts.items():
+        parts = [*(f"pass{k}" for k in _pass_sizes(n)), f"mean{n}", "response_length_mean", "truncated_rate"]
+        parts += [f"mean{n}_ci95"] * (count > 1) + [f"maj{n}"] * (n > 1)
+        names += [f"eval_{source}_{part}" for part in parts]
+    return sorted(names)
+
+
+def _pass_sizes(n: int) -> list[int]:
+    return sorted({n, *(2**power for power in range(n.bit_length()))})
 
 
 def best_of(rewards: Sequence[float] | np.ndarray, k: int) -> float:

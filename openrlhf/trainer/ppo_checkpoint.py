@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.config import PPOConfig
+from openrlhf.config.options_ppo import NO_METRIC
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.workers.checkpoint_files import CheckpointError, resume_tag, rotate_checkpoints
-
-NO_METRIC = "none"
 
 
 class PPOCheckpoints:
@@ -36,7 +35,8 @@ class PPOCheckpoints:
         Raises:
             ValueError: ``--best_metric_key`` is none of the metrics.
         """
-        if self._cfg.best_metric_key == NO_METRIC or self._cfg.save_steps <= 0:
+        written = not self._cfg.rollout_only and (self._cfg.save_hf_ckpt or not self._cfg.disable_ds_ckpt)
+        if self._cfg.best_metric_key == NO_METRIC or not written:
             return False
         key = self._cfg.best_metric_key or next((k for k in sorted(metrics) if k.endswith("_pass1")), None)
         if key is None or key not in metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from openrlhf.cluster.placement import roles_of
 from openrlhf.cluster.ray_cluster import cluster_gone, disconnect
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import derive, frozen_rollouts, prompt_limit
+from openrlhf.config.options_ppo import NO_METRIC
 from openrlhf.config.reward_sources import is_url, parse_reward_sources
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.engines.rollouts import (
@@ -33,6 +35,7 @@ from openrlhf.models.loading import (
 )
 from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.dump import RolloutDumpWriter
+from openrlhf.rollout.metrics import DEFAULT_SOURCE, eval_metric_names
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
 from openrlhf.trainer.ppo import PPOTrainer, probe_ids
@@ -81,6 +84,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     limit = prompt_limit(cfg)
     rows = load_prompts(cfg, tokenizer, limit, image_placeholder=placeholder)
     eval_rows = load_prompts(cfg, tokenizer, limit, True, placeholder) if cfg.eval_dataset else []
+    _check_best_metric(cfg, eval_rows)
     executor_of(cfg)
     group_filter_of(cfg)
     urls = reward_urls(cfg)
@@ -89,6 +93,16 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     if urls and not cfg.load_rollouts:
         wait_for_servers([url for entries in parse_reward_sources(urls).values() for url in entries if is_url(url)])
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
+
+
+def _check_best_metric(cfg: PPOConfig, eval_rows: Sequence[PromptRow]) -> None:
+    prompts = Counter(row.datasource or DEFAULT_SOURCE for row in eval_rows)
+    names = eval_metric_names(prompts, cfg.eval_n_samples_per_prompt)
+    if prompts and cfg.best_metric_key not in ("", NO_METRIC, *names):
+        raise ExplainedError(
+            f"--best_metric_key {cfg.best_metric_key} is none of the metrics of --eval_dataset {cfg.eval_dataset}: "
+            f"{', '.join(names)} (or {NO_METRIC} for no best checkpoint)"
+        )
 
 
 def _reward_inputs(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> RewardInputs | None:

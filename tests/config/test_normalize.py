@@ -285,6 +285,28 @@ class TestAlgorithm:
         assert (f"with {estimator}: the reward of each turn counts at its end" in notes) == told
 
 
+class TestEvaluation:
+    @pytest.mark.parametrize(
+        ("command", "flags", "note"),
+        [
+            (PPO, "--eval_steps 5", "--eval_steps does nothing without --eval_dataset"),
+            (PPO, "--eval_before_train", "--eval_before_train does nothing"),
+            (PPO, "--best_metric_key eval_a_pass1", "--best_metric_key does nothing"),
+            (PPO, "--best_metric_key none", ""),
+            (PPO, "--eval_dataset a/b", "--eval_dataset is not used: add --eval_steps"),
+            (PPO, "--eval_dataset a/b --eval_steps 5 --best_metric_key x", ""),
+            (PPO, "--eval_dataset a/b --eval_before_train", ""),
+            (PPO, "--eval_dataset a/b --eval_steps 5 --best_metric_key x --disable_ds_ckpt", "writes nothing"),
+            ("train_sft", "--eval_steps 5", "--eval_steps does nothing without --eval_dataset"),
+            ("train_sft", "--eval_dataset a/b", ""),
+            ("train_rm", "--eval_steps 5", ""),
+        ],
+    )
+    def test_what_does_nothing_is_said(self, command: str, flags: str, note: str) -> None:
+        notes = changed("seed", *flags.split(), command=command)[2]
+        assert (note in notes) if note else notes == ""
+
+
 class TestOthers:
     def test_templates(self) -> None:
         for command in (PPO, "train_sft", "train_rm", "batch_inference"):

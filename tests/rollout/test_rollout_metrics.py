@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openrlhf.rollout.metrics import best_of, eval_metrics, extra_log_means, majority_reward, rollout_metrics
+from openrlhf.rollout.metrics import (
+    best_of,
+    eval_metric_names,
+    eval_metrics,
+    extra_log_means,
+    majority_reward,
+    rollout_metrics,
+)
 from openrlhf.rollout.trajectory import Trajectory
 
 figures = functools.partial(rollout_metrics, max_new_tokens=8, max_len=64)
@@ -179,3 +186,10 @@ def test_pass_at_powers_of_two_and_of_all_samples() -> None:
 )
 def test_the_majority_answer(votes: list[tuple[str, float]], reward: float) -> None:
     assert majority_reward([sample(0, value, metadata={"response": text}) for text, value in votes]) == reward
+
+
+@pytest.mark.parametrize(("prompts", "n"), [({"a": 2, "b": 1}, 1), ({"a": 1}, 4), ({"default": 3}, 6)])
+def test_the_names_of_metrics_are_known_before_there_are_samples(prompts: dict[str, int], n: int) -> None:
+    owners = [name for name, count in prompts.items() for _ in range(count)]
+    samples = [sample(g, 1.0, metadata={"datasource": name}) for g, name in enumerate(owners) for _ in range(n)]
+    assert eval_metric_names(prompts, n) == sorted(eval_metrics(samples, n))

@@ -17,6 +17,8 @@ from openrlhf.datasets.order import epoch_permutation
 from openrlhf.rollout.errors import NoLearnableGroups
 from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
+from openrlhf.trainer.ppo_run import _check_best_metric
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.workers.checkpoint_files import CheckpointError, checkpoint_tags, finish_checkpoint, rotate_checkpoints
 from openrlhf.workers.checkpoint_files import writing_tag as scratch_tag
 
@@ -130,6 +132,29 @@ def test_another_metric_is_not_compared_with_the_old_one(tmp_path: Path) -> None
     checkpoints._best_key, checkpoints._best_value = "eval_response_length_mean", 512.0
     assert checkpoints.improves({"eval_b_pass1": 0.9})
     assert not checkpoints.improves({"eval_b_pass1": 0.8}) and checkpoints.improves({"eval_b_pass1": 0.95})
+
+
+def test_the_best_checkpoint_needs_no_regular_ones(tmp_path: Path) -> None:
+    def improves(**flags: Any) -> bool:
+        cfg = config(tmp_path, save_steps=-1, **flags)
+        checkpoints = PPOTrainer(*trainer_arguments(cfg, Pool(), Saves(), rows(("q", "")))).checkpoints
+        return checkpoints.improves({"eval_b_pass1": 0.5, "eval_num_samples": 2.0})
+
+    assert improves() and improves(best_metric_key="eval_b_pass1")
+    assert not improves(best_metric_key="none") and not improves(disable_ds_ckpt=True)
+    assert improves(disable_ds_ckpt=True, save_hf_ckpt=True)
+
+
+def test_a_metric_that_the_evaluation_will_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
+    def check(key: str) -> None:
+        cfg = config(tmp_path, best_metric_key=key, eval_n_samples_per_prompt=2)
+        _check_best_metric(cfg, rows(("q", ""), ("p", "")))
+
+    for key in ("", "none", "eval_default_pass2", "eval_default_mean2_ci95", "eval_truncated_rate"):
+        check(key)
+    with pytest.raises(ExplainedError, match="eval_default_pas1 is none of .* eval_default_pass1, "):
+        check("eval_default_pas1")
+    _check_best_metric(config(tmp_path, best_metric_key="x"), [])
 
 
 @pytest.mark.parametrize(("target", "expected"), [(None, 0.001), (0.1, 0.05)])
