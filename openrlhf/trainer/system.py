@@ -139,7 +139,7 @@ class PPOSystem:
             if not cluster_gone():
                 self.engines.shutdown()
         except WorkerError as error:  # not the run's failure, and no reason to hide that one
-            logger.warning("engines are killed: %s", error)
+            logger.warning("engines are killed: %s", str(error).splitlines()[0])
         finally:
             _end([*self.model_groups, self.engines.group], self.cluster)
 
