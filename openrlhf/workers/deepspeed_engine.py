@@ -458,7 +458,8 @@ class TrainEngine:
         opts, world = self.opts, dist.get_world_size()
         setup = Setup(world, self._stage, opts.zero_stage, opts.param_dtype, trained, opts.ds_tensor_parallel_size)
         check_fit(root, tag, setup, self._universal)
-        self._lineage = files.read_meta(root, tag).get(files.LINEAGE)
+        if not self._universal:  # a converted one has no META: what goes on from it counts as another run
+            self._lineage = files.read_meta(root, tag).get(files.LINEAGE)
         asked = [{k: v for k, v in g.items() if k != "params"} for g in self._engine.optimizer.param_groups]
         damaged = f"checkpoint {Path(root) / tag} is damaged or not complete, resume from another"
         try:
