@@ -165,8 +165,8 @@ class Schedule:
         return {"done": self.done}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on where another run was."""
-        self.done = float(state["done"])
+        """Go on where another run was, also one that was saved from a scheduler of torch."""
+        self.done = float(state["done"] if "done" in state else state["last_epoch"])
         self.prepare()
 
 

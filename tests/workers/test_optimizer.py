@@ -87,6 +87,17 @@ def test_parts_of_steps_take_the_schedule_as_far_as_whole_ones(name: str, warmup
         assert seen[:6] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2] if name != "constant" else [2] * 6)
 
 
+def test_the_state_of_a_scheduler_of_torch_is_gone_on_from() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(3):
+        optimizer.step()
+        before.step()
+    scheduler = build_scheduler(optimizer, SchedulerSpec("cosine", 8), 2.0)
+    scheduler.load_state_dict(before.state_dict())
+    assert (scheduler.done, optimizer.param_groups[0]["lr"]) == (3, rates(SchedulerSpec("cosine", 8), lr=2.0)[3])
+
+
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5])
 def test_both_cosines_with_a_least_rate_are_the_same_here(warmup: float) -> None:
     """transformers counts the steps of one from 0, of the other from 1; ours was a step ahead and rose at the end."""
