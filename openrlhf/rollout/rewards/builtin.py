@@ -62,12 +62,16 @@ def answers_agree(text: str, answer: str | None, label: str) -> bool:
     return shared_checker().same(label, text)
 
 
-def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
-    """Tells whether an extracted answer equals the reference answer, as text, number or mathematics."""
-    if given_answer is None:
+def grade_answer(given_answer: Any, ground_truth: Any) -> bool:
+    """Tells whether an extracted answer equals the reference answer, as text, number or mathematics.
+
+    Both may be texts or numbers; None equals nothing.
+    """
+    if given_answer is None or ground_truth is None:
         return False
+    answer = str(given_answer)
     try:
-        return answers_agree(f"\\boxed{{{given_answer}}}", given_answer, ground_truth)
+        return answers_agree(f"\\boxed{{{answer}}}", answer, str(ground_truth))
     except MathTimeout:
         return False
 
