@@ -25,6 +25,7 @@ from openrlhf.rollout.buffer import SELECTIONS, Selection, checked_selection, ol
 from openrlhf.rollout.errors import AgentError, RewardError, RolloutError, describe_exception, user_location
 from openrlhf.rollout.group import Group
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, parse_reply
+from openrlhf.rollout.rewards.batches import BatchCaller
 from openrlhf.rollout.rewards.function import FunctionReward
 from openrlhf.rollout.sample import DynamicFilterOutput, Sample, SampleStatus, split_reward
 from openrlhf.rollout.trajectory import Trajectory
@@ -191,14 +192,16 @@ class SampleReward(FunctionReward):
     def __init__(self, function: Hook, args: Any) -> None:
         super().__init__(function, source_of(function), max_concurrency=64)
         self._args = args
-        self._one_by_one = not args.group_rm
+        self._batches = BatchCaller(self._where, one_by_one=not args.group_rm)
 
     async def score(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
         """See FunctionReward.score; with ``group_rm`` the batch is a group."""
-        try:
+        if not self._args.group_rm or not batch:
             return await super().score(batch)
+        try:
+            return await self._call(batch)
         except RewardError as error:
-            error.isolatable = error.isolatable and not self._args.group_rm  # a group is scored whole or not at all
+            error.isolatable = False  # a group is scored whole or not at all
             raise
 
     def _arguments(self, batch: Sequence[RewardRequest]) -> tuple[tuple[Any, ...], dict[str, Any]]:

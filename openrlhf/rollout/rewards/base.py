@@ -84,7 +84,7 @@ def parse_reply(reply: Any, batch: Sequence[RewardRequest], where: str) -> list[
 
     Accepted: a mapping with "rewards" and optional "scores" and "extra_logs", or the bare rewards. Rewards
     and scores are a number (one sample only) or a list, array or tensor with one number for each sample. An
-    extra log is one number for all samples or one number each.
+    extra log is one number for all samples or one number each; of several numbers for one sample the first counts.
 
     Args:
         reply: the raw value.
@@ -183,6 +183,8 @@ def _log_column(value: Any, name: str, batch: Sequence[RewardRequest], where: st
     items = [None] * len(batch) if value is None else as_list(value)
     if len(items) == 1:
         items = items * len(batch)
+    elif len(batch) == 1 and items:
+        items = items[:1]  # functions for one sample may log vectors, of which OpenRLHF takes the first number
     if len(items) != len(batch):
         raise RewardError(
             f"{where} returned {len(items)} values in extra_logs[{name!r}] for {len(batch)} samples; "

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.rollout.errors import RewardError, describe_exception, user_location
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply, sample_names
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, parse_reply, sample_names
+from openrlhf.rollout.rewards.batches import BatchCaller
 from openrlhf.rollout.usercode import (
     DeadlinePassed,
     accepts_keyword,
     call_user_code,
-    gather_all,
     load_user_module,
     name_of,
 )
-
-logger = logging.getLogger(__name__)
 
 _CONTRACT = (
     "Define `def reward_func(queries, prompts, labels, **kwargs)` that returns "
     '{"rewards": [one number per query], "scores": [...], "extra_logs": {...}}.'
 )
 
+_FOREIGN_PARAMETERS = ("data_source", "solution_str", "ground_truth")
+_FROM_VERL = (
+    "Name it compute_score and write beside it: `def reward_func(queries, prompts, labels, metadata=None): return "
+    '[float(compute_score(m.get("datasource", ""), m["response"], label)) for m, label in zip(metadata, labels)]`. '
+    'Where it returns a dict, take its "score".'
+)
+
 
 class FunctionReward:
     """Scores samples with `reward_func(queries, prompts, labels)`, sync (in a thread) or async.
 
-    A whole batch goes into one call. A function written for one sample per call is noticed by its single
-    value for several samples; from then on it gets one sample per call. It must be thread-safe: several
-    calls run at the same time.
+    A whole batch goes into one call. A function written for one sample per call is noticed (see `BatchCaller`); from
+    then on it gets one sample per call. It must be thread-safe: several calls run at the same time.
 
     Args:
         function: the function.
@@ -54,9 +57,9 @@ class FunctionReward:
         self._timeout = timeout
         self._max_concurrency = max_concurrency
         self._slots: asyncio.Semaphore | None = None
-        self._one_by_one = False
         self._wants_metadata = accepts_keyword(function, "metadata")
         self._where = name_of(function, path)
+        self._batches = BatchCaller(self._where)
 
     @classmethod
     def from_file(
@@ -79,6 +82,12 @@ class FunctionReward:
         except (TypeError, ValueError):
             signature = None  # a builtin without a signature: calling it will tell
         if signature is not None:
+            foreign = [parameter for parameter in signature.parameters if parameter in _FOREIGN_PARAMETERS]
+            if len(foreign) > 1:  # one alone may be a name that somebody chose
+                raise RewardError(
+                    f"{path}: {name}{signature} has the parameters of verl's compute_score ({', '.join(foreign)}), "
+                    f"which scores one response, and would get lists of queries, prompts and labels. {_FROM_VERL}"
+                )
             try:
                 signature.bind([], [], [])
             except TypeError as error:
@@ -93,21 +102,7 @@ class FunctionReward:
         Raises:
             RewardError: the function raised, timed out, or returned something unusable.
         """
-        if not batch:
-            return []
-        if not self._one_by_one:
-            try:
-                return await self._call(batch)
-            except SingleValueReply:
-                self._one_by_one = True
-                logger.warning(
-                    "%s returned one value for %d samples: it gets one sample per call from now on. "
-                    "Return one number per query to score whole batches at once.",
-                    self._where,
-                    len(batch),
-                )
-        parts = await gather_all([self._call([request]) for request in batch])
-        return [part[0] for part in parts]
+        return await self._batches.score(batch, self._call, self._call) if batch else []
 
     async def close(self) -> None:
         """Nothing to release."""

@@ -20,7 +20,8 @@ import aiohttp
 import tenacity
 
 from openrlhf.rollout.errors import RewardError, describe_exception
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, parse_reply, sample_names
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, parse_reply, sample_names
+from openrlhf.rollout.rewards.batches import BatchCaller
 from openrlhf.rollout.usercode import gather_all
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class HTTPReward:
         self._servers = [_Server(url) for url in urls]
         self._session: aiohttp.ClientSession | None = None
         self._slots: asyncio.Semaphore | None = None
-        self._one_by_one = False
+        self._batches = BatchCaller(f"the reward server {self._urls()}")
 
     async def score(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
         """Returns one result for each request, in order; sends nothing for an empty batch.
@@ -110,7 +111,7 @@ class HTTPReward:
         Raises:
             RewardError: a server refused, replied nonsense, or none answered after all tries.
         """
-        size = 1 if self._one_by_one else self.options.batch_size
+        size = 1 if self._batches.one_by_one else self.options.batch_size
         chunks = [batch[start : start + size] for start in range(0, len(batch), size)]
         parts = await gather_all([self._score_chunk(chunk) for chunk in chunks])
         return [result for part in parts for result in part]
@@ -122,19 +123,13 @@ class HTTPReward:
             self._session = None
 
     async def _score_chunk(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
+        return await self._batches.score(chunk, self._post_with_retries, self._post_once)
+
+    async def _post_once(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
         try:
-            return await self._post_with_retries(chunk)
-        except SingleValueReply:
-            if not self._one_by_one:
-                self._one_by_one = True
-                logger.warning(
-                    "a reward server returned one value for %d samples: it gets one sample per request "
-                    "from now on. Return one number per query to score batches. Servers: %s",
-                    len(chunk),
-                    self._urls(),
-                )
-        parts = await gather_all([self._score_chunk([request]) for request in chunk])
-        return [part[0] for part in parts]
+            return await self._try_servers(_encode(chunk), chunk)
+        except _TryFailed as error:
+            raise RewardError(str(error)) from error
 
     async def _post_with_retries(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
         body = _encode(chunk)

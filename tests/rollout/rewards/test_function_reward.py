@@ -115,6 +115,52 @@ def test_a_function_for_single_samples_gets_single_samples(caplog: pytest.LogCap
     assert "one sample per call from now on" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "assert len(q) == 1\n    return {'rewards': float(l[0])}",
+        "(label,) = l\n    return float(label)",
+        "import torch\n    return {'rewards': torch.tensor([float(x) for x in l]).item()}",
+        "return {'rewards': [float(l[0])], 'extra_logs': {'v': [3.0, 1.0]}} if len(q) == 1 else None",
+    ],
+)
+def test_a_function_that_fails_on_several_samples_gets_single_samples(
+    tmp_path: Path, body: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = f"sizes = []\ndef reward_func(q, p, l):\n    sizes.append(len(q))\n    {body}\n"
+    reward = source(tmp_path, code)
+    assert [r.reward for r in score(reward, requests())] == [0.0, 1.0, 2.0]
+    assert [r.reward for r in score(reward, requests(2))] == [0.0, 1.0]
+    assert reward._function.__globals__["sizes"] == [3, 1, 1, 1, 1, 1]
+    assert "failed on 3 samples, and not on one" in caplog.text
+
+
+def test_a_function_that_took_a_batch_keeps_batches(tmp_path: Path) -> None:
+    code = "sizes = []\ndef reward_func(q, p, l):\n    sizes.append(len(q))\n    return [1 / (3 - x) for x in l]\n"
+    reward = source(tmp_path, code)
+    assert [r.reward for r in score(reward, requests(3))] == [1 / 3, 1 / 2, 1.0]
+    with pytest.raises(RewardError, match="ZeroDivisionError.* for prompt 0 sample 0 and 3 more"):
+        score(reward, requests(4))
+    assert reward._function.__globals__["sizes"] == [3, 4]
+
+
+def test_of_an_extra_log_with_several_numbers_for_one_sample_the_first_counts() -> None:
+    reply = {"rewards": 1.0, "extra_logs": {"v": torch.tensor([2.0, 3.0])}}
+    assert score(FunctionReward(lambda q, p, y: reply), requests(1)) == [RewardResult(1.0, 1.0, {"v": 2.0})]
+
+
+def test_the_signature_of_verl_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    arguments = "data_source, solution_str, ground_truth, extra_info=None"
+    with pytest.raises(RewardError, match="parameters of verl's compute_score .*Name it compute_score") as caught:
+        source(tmp_path, f"def reward_func({arguments}):\n    return 1.0\n")
+    advice = str(caught.value).split("`")[1]
+    code = f"def compute_score({arguments}):\n    return ground_truth + len(solution_str)\n{advice}\n"
+    batch = [RewardRequest("pr", "p", label, {"datasource": "d", "response": "r"}) for label in (1, 2)]
+    assert [r.reward for r in score(source(tmp_path, code), batch)] == [2.0, 3.0]
+    own = source(tmp_path, "def reward_func(queries, prompts, ground_truth):\n    return ground_truth\n")
+    assert [r.reward for r in score(own, requests(2))] == [0.0, 1.0]
+
+
 def test_blocking_functions_run_side_by_side_up_to_the_limit() -> None:
     running, most, lock = 0, 0, threading.Lock()
 

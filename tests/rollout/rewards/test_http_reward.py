@@ -349,7 +349,7 @@ def test_wrong_replies_are_named(text: str, words: str, tries: int) -> None:
         with pytest.raises(RewardError, match=words) as caught:
             await reward.score(requests(2))
         assert servers[0].url in str(caught.value)
-        assert len(servers[0].bodies) == tries
+        assert len(servers[0].bodies) == tries + 1  # the first sample by itself
 
     with_servers([lambda body: web.Response(text=text, content_type="application/json")], use)
 
@@ -364,7 +364,34 @@ def test_a_server_for_single_samples_gets_single_samples(caplog: pytest.LogCaptu
         assert [len(body["query"]) for body in servers[0].bodies] == [3, 1, 1, 1, 1, 1, 1]
 
     with_servers([answer], use)
-    assert "one sample per request from now on" in caplog.text
+    assert "one sample per call from now on" in caplog.text
+
+
+@pytest.mark.parametrize("status", [400, 422, 500])
+def test_a_server_that_fails_on_several_samples_gets_single_samples(
+    status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(body: dict[str, Any]) -> web.Response:
+        return label_server(body) if len(body["query"]) == 1 else web.Response(status=status, text="one query only")
+
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        assert [r.reward for r in await reward.score(requests(3))] == [0.0, 1.0, 2.0]
+        sent = len(servers[0].bodies)
+        assert sent == 3 + (FAST.max_tries if status == 500 else 1)
+        assert [r.reward for r in await reward.score(requests(2))] == [0.0, 1.0]
+        assert len(servers[0].bodies) == sent + 2
+
+    with_servers([answer], use)
+    assert "failed on 3 samples, and not on one" in caplog.text
+
+
+def test_a_blip_does_not_end_batches() -> None:
+    async def use(reward: HTTPReward, servers: list[Server]) -> None:
+        await reward.score(requests(3))
+        await reward.score(requests(3))
+        assert [len(body["query"]) for body in servers[0].bodies] == [3, 3, 3]
+
+    with_servers([statuses(500, 200)], use)
 
 
 def test_labels_without_a_json_form_are_named() -> None:
