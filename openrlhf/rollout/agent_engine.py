@@ -16,13 +16,39 @@ from openrlhf.rollout.text import continuation_text
 from openrlhf.rollout.trajectory import FINISH_REASONS
 from openrlhf.utils.images import ImageError
 
+# What vLLM's SamplingParams has besides our options, with the values it has there when nobody sets them.
+_VLLM_DEFAULTS: dict[str, Any] = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "bad_words": [],
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "prompt_logprobs": None,
+    "flat_logprobs": False,
+    "detokenize": True,
+    "spaces_between_special_tokens": True,
+    "structured_outputs": None,
+    "extra_args": None,
+}
+
 
 class AgentSamplingParams(SimpleNamespace):
     """Sampling options as agent code sees them: mutable, one copy per sample, named as in vLLM.
 
-    They are those of `SamplingParams`; `logprobs` is 1 or None here. Attributes that are set besides go to the engine
-    as they are.
+    They are those of `SamplingParams`; `logprobs` is 1 or None here. vLLM's other options have its defaults. Attributes
+    that are set besides go to the engine as they are.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _VLLM_DEFAULTS:
+            raise AttributeError(
+                f"sampling_params has no {name!r}; it has {', '.join((*SamplingParams.names(), *_VLLM_DEFAULTS))}"
+            )
+        value = copy.copy(_VLLM_DEFAULTS[name])
+        if isinstance(value, list):
+            setattr(self, name, value)  # what is appended to it shall count
+        return value
 
     @classmethod
     def from_sampling(cls, sampling: SamplingParams) -> AgentSamplingParams:
@@ -49,6 +75,9 @@ def to_sampling(params: Any) -> SamplingParams:
     given = _option_values(params)
     if given.pop("n", 1) not in (1, None):
         raise AgentError("sampling_params.n must be 1; call llm_engine.generate() once for each continuation")
+    # How the answer travels is the engine's business, and agents get text in any case.
+    for name in ("output_kind", "detokenize", "stream_interval"):
+        given.pop(name, None)
     values = {name: given[name] for name in names if name in given}
     stop = values.get("stop") or ()
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -75,9 +104,6 @@ def _option_values(params: Any) -> dict[str, Any]:
         value = getattr(params, name)
         if name in SamplingParams.names() or (not name.startswith("_") and value != getattr(default, name)):
             values[name] = value
-    # How the answer travels is the engine's business, and agents get text in any case.
-    for name in ("output_kind", "detokenize", "stream_interval"):
-        values.pop(name, None)
     return values
 
 

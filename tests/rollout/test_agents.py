@@ -12,7 +12,6 @@ import pytest
 import torch
 from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item, mark_beginnings
 
-from openrlhf.rollout.agent_engine import to_sampling
 from openrlhf.rollout.agents import MultiTurnAgentExecutor
 from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import AgentError, EngineError, EpisodeTimeout
@@ -544,17 +543,6 @@ def test_a_vllm_like_options_object_is_understood() -> None:
         (1.0, 0, 16, True),
     ]
     assert [s.extra for s in engine.sampling] == [(("bad_words", ["no"]),), ()]
-
-
-@pytest.mark.slow
-def test_vllm_sampling_params_are_understood() -> None:
-    vllm = pytest.importorskip("vllm")
-    plain = to_sampling(vllm.SamplingParams())
-    assert (plain.temperature, plain.top_p, plain.top_k, plain.extra) == (1.0, 1.0, 0, ())
-    given = vllm.SamplingParams(temperature=0.5, stop="x", logprobs=1, seed=3, bad_words=["a"], max_tokens=7)
-    read = to_sampling(given)
-    assert (read.temperature, read.stop, read.logprobs, read.seed, read.max_tokens) == (0.5, ("x",), True, 3, 7)
-    assert dict(read.extra)["bad_words"] == ["a"] and "n" not in dict(read.extra)
 
 
 def test_versions_follow_the_turns() -> None:
