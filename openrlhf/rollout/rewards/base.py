@@ -79,6 +79,13 @@ class SingleValueReply(Exception):
     """A batch of several samples was answered with one value: the source scores one sample per call."""
 
 
+class UnusableValue(RewardError):
+    """An answer has an entry for each sample, but one of them is no number."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, isolatable=True)
+
+
 def parse_reply(reply: Any, batch: Sequence[RewardRequest], where: str) -> list[RewardResult]:
     """Checks what a reward function or server returned for `batch` and splits it into results.
 
@@ -171,9 +178,8 @@ def _numbers(value: Any, key: str, batch: Sequence[RewardRequest], where: str) -
     for request, item in zip(batch, items, strict=True):
         number = finite_number(item)
         if number is None:
-            raise RewardError(
-                f'{where} returned {_short(item)} in "{key}" for {request.sample}; it must be a finite number.',
-                isolatable=True,
+            raise UnusableValue(
+                f'{where} returned {_short(item)} in "{key}" for {request.sample}; it must be a finite number.'
             )
         numbers.append(number)
     return numbers
@@ -194,9 +200,8 @@ def _log_column(value: Any, name: str, batch: Sequence[RewardRequest], where: st
     for request, item in zip(batch, items, strict=True):
         number = None if item is None else as_number(item)
         if item is not None and number is None:
-            raise RewardError(
-                f"{where} returned {_short(item)} in extra_logs[{name!r}] for {request.sample}; it must be a number.",
-                isolatable=True,
+            raise UnusableValue(
+                f"{where} returned {_short(item)} in extra_logs[{name!r}] for {request.sample}; it must be a number."
             )
         column.append(number)
     return column

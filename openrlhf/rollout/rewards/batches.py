@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from openrlhf.rollout.errors import RewardError
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, SingleValueReply, UnusableValue
 from openrlhf.rollout.usercode import DeadlinePassed, gather_all
 
 logger = logging.getLogger(__name__)
@@ -17,8 +17,8 @@ Call = Callable[[Sequence[RewardRequest]], Awaitable[list[RewardResult]]]
 class BatchCaller:
     """Gives a source whole batches, until it shows that it was written for single samples.
 
-    It shows it by one value for several samples; or by a failure, before any batch of several has passed, where the
-    first sample of that batch passes by itself. From then on it gets one sample per call.
+    It shows it by one value for several samples; or by a failure, before it has answered any batch of several, where
+    each sample of that batch passes by itself. From then on it gets one sample per call.
 
     Args:
         where: the source, for messages.
@@ -39,9 +39,8 @@ class BatchCaller:
             probe: scores one request, without many retries: the source may just be down.
 
         Raises:
-            RewardError: of the batch where its first sample fails too, else of a single sample.
+            RewardError: of the batch where one of its samples fails too, else of a single sample.
         """
-        first: list[RewardResult] = []
         if len(batch) == 1:
             return await call(batch)
         if not self.one_by_one:
@@ -51,16 +50,24 @@ class BatchCaller:
                 return results
             except SingleValueReply:
                 self._switch(f"returned one value for {len(batch)} samples")
+            except UnusableValue:
+                self._batches_pass = True  # it has answered each sample
+                raise
             except RewardError as error:
                 if self._batches_pass or isinstance(error.__cause__, DeadlinePassed):
                     raise
                 try:
-                    first = await probe(batch[:1])
+                    results = await probe(batch[:1]) + await self._each(batch[1:], call)
                 except RewardError:
-                    raise error from error.__cause__
-                self._switch(f"failed on {len(batch)} samples, and not on one ({error})")
-        singles = await gather_all([call([request]) for request in batch[len(first) :]])
-        return first + [result for single in singles for result in single]
+                    raise error from error.__cause__  # the samples are to blame
+                self._switch(f"failed on {len(batch)} samples, and on none of them alone ({error})")
+                return results
+        return await self._each(batch, call)
+
+    @staticmethod
+    async def _each(batch: Sequence[RewardRequest], call: Call) -> list[RewardResult]:
+        singles = await gather_all([call([request]) for request in batch])
+        return [result for single in singles for result in single]
 
     def _switch(self, what: str) -> None:
         if not self.one_by_one:

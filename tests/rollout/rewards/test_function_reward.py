@@ -132,7 +132,7 @@ def test_a_function_that_fails_on_several_samples_gets_single_samples(
     assert [r.reward for r in score(reward, requests())] == [0.0, 1.0, 2.0]
     assert [r.reward for r in score(reward, requests(2))] == [0.0, 1.0]
     assert reward._function.__globals__["sizes"] == [3, 1, 1, 1, 1, 1]
-    assert "failed on 3 samples, and not on one" in caplog.text
+    assert "failed on 3 samples, and on none of them alone" in caplog.text
 
 
 def test_a_function_that_took_a_batch_keeps_batches(tmp_path: Path) -> None:
@@ -142,6 +142,18 @@ def test_a_function_that_took_a_batch_keeps_batches(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="ZeroDivisionError.* for prompt 0 sample 0 and 3 more"):
         score(reward, requests(4))
     assert reward._function.__globals__["sizes"] == [3, 4]
+
+
+@pytest.mark.parametrize("bad", ["1 / 0 if x == 2 else x", "float('nan') if x == 2 else x"])
+def test_one_bad_sample_in_the_first_batch_does_not_end_batches(
+    tmp_path: Path, bad: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    code = f"sizes = []\ndef reward_func(q, p, l):\n    sizes.append(len(q))\n    return [{bad} for x in l]\n"
+    reward = source(tmp_path, code)
+    with pytest.raises(RewardError, match="prompt 0 sample 0 and 2 more|nan in .* for prompt 2 sample 0"):
+        score(reward, requests(3))
+    assert [r.reward for r in score(reward, requests(2))] == [0.0, 1.0]
+    assert reward._function.__globals__["sizes"] in ([3, 1, 1, 1, 2], [3, 2]) and not caplog.records
 
 
 def test_of_an_extra_log_with_several_numbers_for_one_sample_the_first_counts() -> None:

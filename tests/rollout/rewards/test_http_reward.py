@@ -337,11 +337,11 @@ def test_connection_errors_are_retried_and_named() -> None:
 @pytest.mark.parametrize(
     ("text", "words", "tries"),
     [
-        ("<html>", "the reply is not JSON: '<html>'", 4),
-        ('{"rewards": [1, 2, 3]}', '3 values in "rewards" for 2 samples', 1),
+        ("<html>", "the reply is not JSON: '<html>'", 5),
+        ('{"rewards": [1, 2, 3]}', '3 values in "rewards" for 2 samples', 2),
         ('{"rewards": [1, NaN]}', 'nan in "rewards" for prompt 1 sample 0', 1),
         ('{"rewards": [1, null]}', 'None in "rewards" for prompt 1 sample 0', 1),
-        ('{"error": "no model"}', r"without the key \"rewards\" \(keys: \['error'\]\)", 1),
+        ('{"error": "no model"}', r"without the key \"rewards\" \(keys: \['error'\]\)", 2),
     ],
 )
 def test_wrong_replies_are_named(text: str, words: str, tries: int) -> None:
@@ -349,7 +349,8 @@ def test_wrong_replies_are_named(text: str, words: str, tries: int) -> None:
         with pytest.raises(RewardError, match=words) as caught:
             await reward.score(requests(2))
         assert servers[0].url in str(caught.value)
-        assert len(servers[0].bodies) == tries + 1  # the first sample by itself
+        # Where no sample was answered, the first is sent by itself.
+        assert len(servers[0].bodies) == tries
 
     with_servers([lambda body: web.Response(text=text, content_type="application/json")], use)
 
@@ -382,7 +383,7 @@ def test_a_server_that_fails_on_several_samples_gets_single_samples(
         assert len(servers[0].bodies) == sent + 2
 
     with_servers([answer], use)
-    assert "failed on 3 samples, and not on one" in caplog.text
+    assert "failed on 3 samples, and on none of them alone" in caplog.text
 
 
 def test_a_blip_does_not_end_batches() -> None:
