@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -40,9 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
+        if not _reader_has_ended():
+            raise  # a pipe of the command's own
         # Python flushes again as it ends, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _reader_has_ended() -> bool:
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)
+    return any(events & select.POLLERR for _, events in watch.poll(0))
 
 
 def run(words: Sequence[str]) -> int:

@@ -162,9 +162,14 @@ def with_model_scores(trajectories: Sequence[Trajectory], scores: np.ndarray) ->
     return [replace(t, reward=float(score), score=float(score)) for t, score in zip(trajectories, scores, strict=True)]
 
 
+def turn_limit(cfg: PPOConfig) -> int | None:
+    """The limit that cuts a response besides ``--max_len``; None for agents, whose turns have one of their own if any."""
+    return None if cfg.agent_func_path else cfg.max_new_tokens
+
+
 def sample_metrics(experience: Experience, cfg: PPOConfig) -> dict[str, float]:
     """Metrics of the samples, before anything is computed from them."""
-    return rollout_metrics(experience.trajectories, max_new_tokens=cfg.max_new_tokens, max_len=cfg.max_len)
+    return rollout_metrics(experience.trajectories, max_new_tokens=turn_limit(cfg), max_len=cfg.max_len)
 
 
 # --- advantages ---------------------------------------------------------------------------------------------------
@@ -184,7 +189,7 @@ def shaped_rewards(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> Tensor
         )
     return apply_length_penalties(
         torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
-        torch.tensor([t.room(cfg.max_new_tokens, cfg.max_len) for t in trajectories]),
+        torch.tensor([0 if t.truncated else t.room(turn_limit(cfg), cfg.max_len) for t in trajectories]),
         torch.tensor([t.truncated for t in trajectories]),
         overlong_buffer_len=cfg.overlong_buffer_len,
         overlong_penalty_factor=cfg.overlong_penalty_factor,

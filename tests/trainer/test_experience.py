@@ -150,7 +150,7 @@ def test_greedy_baselines_are_shaped_like_rewards_and_never_trained_on(cfg: PPOC
 
 
 def test_length_penalties_go_by_what_the_limit_left(cfg: PPOConfig) -> None:
-    """Without --max_new_tokens that is what the prompt leaves of --max_len; with it, an agent has it for each turn."""
+    """Without --max_new_tokens, and for agents, that is what the prompt leaves of --max_len."""
 
     def shaped(cfg: PPOConfig, mask: str, **more: object) -> tuple[float, float]:
         actions = np.array([digit == "1" for digit in mask])
@@ -168,6 +168,10 @@ def test_length_penalties_go_by_what_the_limit_left(cfg: PPOConfig) -> None:
     assert shaped(turns, prompt + "1" * 6 + "00" + "1" * 9) == (0.5, 0.0)
     assert shaped(turns, "0" * 80 + "1" * 6 + "0" * 8 + "1" * 5) == (0.5, 0.0)  # one token is left of --max_len
     assert shaped(turns, "0" * 80 + "1" * 10, truncated=True) == (0.0, 1.0)
+    agent = replace(turns, agent_func_path="agent.py")
+    assert shaped(agent, prompt + "1" * 6 + "00" + "1" * 20) == (1.0, 0.0)  # no turn has that limit
+    assert shaped(agent, prompt + "1" * 6 + "00" + "1" * 20, truncated=True) == (0.0, 1.0)  # one had its own
+    assert shaped(agent, prompt + "1" * 6 + "00" + "1" * 51) == (0.5, 0.0)
 
 
 def test_kl_in_the_reward_lowers_the_return_and_kl_in_the_loss_does_not(cfg: PPOConfig) -> None:
