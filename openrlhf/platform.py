@@ -80,11 +80,11 @@ def prepare_process(threads: int | None = None) -> None:
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if device_type() == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Also beside a GPU: the optimizer of --adam_offload is CPU work.
+    # Also beside a GPU: the optimizer of --adam_offload is CPU work, by the OpenMP that torch has loaded. The variable
+    # stays as it is: processes that this one starts have their own shares, and vLLM's choose theirs only without it.
     if threads is None and THREADS not in os.environ:
         threads = max(1, available_cores() // local_processes())
     if threads is not None:
-        os.environ[THREADS] = str(threads)  # for libraries whose threads start later
         torch.set_num_threads(threads)
 
 

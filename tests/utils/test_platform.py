@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +35,7 @@ def test_gpu_choices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cores_are_shared_by_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", "")
-    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(platform, "available_cores", lambda: 6)
     try:
@@ -47,18 +50,42 @@ def test_cores_are_shared_by_the_processes_of_a_host(monkeypatch: pytest.MonkeyP
         torch.set_num_threads(before)
 
 
-def test_a_process_with_a_gpu_has_its_share_of_the_cores_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer of --adam_offload runs there; of the launchers, deepspeed calls the number LOCAL_SIZE."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("threads", [None, 3])
+def test_a_share_of_the_cores_is_one_process_s_only(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int | None
+) -> None:
+    """Beside a GPU, too: the optimizer of --adam_offload runs there. The workers that vLLM starts have other shares.
+
+    Of the launchers, deepspeed calls the number LOCAL_SIZE.
+    """
     before = torch.get_num_threads()
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # so that what is set below ends with the test
-        monkeypatch.delenv(name)
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_SIZE", "4")
-    monkeypatch.setattr(platform, "device_type", lambda: "cuda")
+    monkeypatch.setattr(platform, "device_type", lambda: device)
     monkeypatch.setattr(platform, "available_cores", lambda: 12)
     try:
-        platform.prepare_process()
-        assert torch.get_num_threads() == 3 and os.environ["OMP_NUM_THREADS"] == "3"
+        platform.prepare_process(threads)
+        assert torch.get_num_threads() == 3 and "OMP_NUM_THREADS" not in os.environ
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_share_holds_for_extensions_that_use_openmp(tmp_path: Path) -> None:
+    """DeepSpeed's optimizer for CPUs is one: it must get the OpenMP that torch has set, not one of its own."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no compiler")
+    source, library = tmp_path / "team.cpp", tmp_path / "team.so"
+    source.write_text('#include <omp.h>\nextern "C" int team() { return omp_get_max_threads(); }\n')
+    subprocess.run([compiler, "-fopenmp", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    team = ctypes.CDLL(str(library)).team
+    before = torch.get_num_threads()
+    try:
+        for threads in (5, 2):
+            platform.prepare_process(threads)
+            assert team() == threads
     finally:
         torch.set_num_threads(before)
 
