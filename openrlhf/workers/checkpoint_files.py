@@ -39,10 +39,17 @@ class CheckpointError(ExplainedError, RuntimeError):
 
 
 def write_problem(error: Exception, folder: str | Path) -> str:
-    """What a failed write says, and the room that is left: torch's errors don't tell of a full disk."""
-    free = shutil.disk_usage(_existing(Path(folder))).free / (1 << 30)
+    """What a failed write says, and the room that is left: torch's errors don't tell of a full disk. Never raises."""
+    told = f"{type(error).__name__}: {error}"
+    try:
+        free = shutil.disk_usage(_existing(Path(folder))).free / (1 << 30)
+    except OSError as failed:  # of a network disk that is gone, for example
+        return (
+            f"{told}; nor can the folder be looked at ({failed}). See that its disk is mounted and lets you write, or "
+            "choose another (--ckpt_path, --save_path)"
+        )
     return (
-        f"{type(error).__name__}: {error}; {free:.2f} GiB are free there. If that is too little, make room, or "
+        f"{told}; {free:.2f} GiB are free there. If that is too little, make room, or "
         "choose another disk (--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem)"
     )
 

@@ -99,6 +99,20 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         raise files.CheckpointError("as it is")
 
 
+def test_a_disk_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the look at its room would take the place of the one to tell, and other ranks would wait."""
+
+    def gone(_: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    for owner, name in ((files.shutil, "disk_usage"), (Path, "exists")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, gone)
+            told = files.write_problem(OSError(5, "Input/output error"), tmp_path / "new")
+        assert told.startswith("OSError: [Errno 5] Input/output error; nor can the folder be looked at ([Errno 116] ")
+        assert "--ckpt_path, --save_path" in told and "GiB" not in told
+
+
 def test_metric_of_a_best_checkpoint_is_recorded(tmp_path: Path) -> None:
     (tmp_path / files.writing_tag("best_global_step1")).mkdir()
     files.finish_checkpoint(tmp_path, "best_global_step1", {}, ("eval_default_pass1", 0.5))
