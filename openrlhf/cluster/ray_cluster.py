@@ -25,8 +25,11 @@ FORWARDED_PREFIXES = ("NCCL_", "GLOO_")
 
 
 class ClusterError(ExplainedError, ConnectionError):
-    """There is no Ray cluster at ``RAY_ADDRESS``."""
+    """There is no Ray cluster where one was said to be."""
 
+
+_LOOK = ("", "auto")
+"""Values of RAY_ADDRESS that name no cluster: the one that `ray start` wrote down is looked for."""
 
 _address: str | None = None
 """Where the control store (GCS) of the present cluster is; None while not connected."""
@@ -36,13 +39,14 @@ def connect() -> str:
     """Connect to the cluster of ``RAY_ADDRESS``, else to one that ``ray start`` made on this machine, else start one.
 
     ``RAY_ADDRESS=local`` always starts one. One that another run started for itself is never taken: it ends with that
-    run.
+    run. One of ``ray start --temp-dir``, or of a shell with another ``TMPDIR`` or ``RAY_TMPDIR``, has written its
+    address where it is not looked for, and is joined with ``RAY_ADDRESS`` only.
 
     Returns:
         A line that says which.
 
     Raises:
-        ClusterError: nothing answers at ``RAY_ADDRESS``.
+        ClusterError: no cluster answers at the address, which the message gives with its origin.
     """
     global _address
     if ray.is_initialized():
@@ -54,10 +58,11 @@ def connect() -> str:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-    joined = _cluster_address(os.environ.get("RAY_ADDRESS", ""))
+    given = os.environ.get("RAY_ADDRESS", "")
+    joined = _cluster_address(given)
     # Ray puts a handler of its own for SIGTERM in the place of ours.
     with interrupts.kept():
-        context = _start(options) if joined is None else _join(joined, options)
+        context = _start(options) if joined is None else _join(joined, given, options)
     _address = getattr(context, "address_info", {}).get("gcs_address")
     return "Ray: started for this run" if joined is None else f"Ray: joined the cluster at {joined}"
 
@@ -81,12 +86,13 @@ def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in chosen.items() if name not in of_the_job}
 
 
-def _join(address: str, options: dict[str, Any]) -> Any:
+def _join(address: str, given: str, options: dict[str, Any]) -> Any:
     try:
         return ray.init(address=address, **options)
     except ConnectionError as error:
+        origin = "which an earlier `ray start` on this machine wrote down" if given in _LOOK else "RAY_ADDRESS"
         raise ClusterError(
-            f"there is no Ray cluster at {address} (RAY_ADDRESS): {error}. Start it with `ray start --head`, or set "
+            f"there is no Ray cluster at {address} ({origin}): {error}. Start it with `ray start --head`, or set "
             "RAY_ADDRESS=local for one that ends with this run"
         ) from error
 
@@ -99,7 +105,7 @@ def _start(options: dict[str, Any]) -> Any:
 
 def _cluster_address(given: str) -> str | None:
     """The cluster to join; None = start one."""
-    if given not in ("", "auto"):
+    if given not in _LOOK:
         return None if given == "local" else given
     # Ray's "auto" also finds what another run started for itself; `ray start` writes down what is for everybody.
     public = read_ray_address()
