@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.commands import TrainerOptions
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.checkpoint_files import nothing_to_resume, resume_tag
+from openrlhf.workers.checkpoint_files import earlier_run, nothing_to_resume, resume_tag
 from openrlhf.workers.deepspeed_engine import TrainEngine
 
 logger = get_logger(__name__)
@@ -36,17 +37,18 @@ class Checkpoints:
         self.root = Path(cfg.ckpt_path)
 
     def resume(self) -> None:
-        """With ``--load_checkpoint``, restore the newest checkpoint, if there is one.
+        """With ``--load_checkpoint``, restore the newest checkpoint, if there is one; without it, tell of one.
 
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit this run.
             DataError: the data is not the same.
         """
         if not self._cfg.load_checkpoint:
+            _tell(earlier_run(self.root))
             return
         tag = resume_tag(self.root, self._cfg.use_ds_universal_ckpt)
         if tag is None:
-            logger.warning(nothing_to_resume(self.root))
+            _tell(nothing_to_resume(self.root))
             return
         state = self._engine.load_checkpoint(self.root, tag)
         # `convert hf2resume` knows the number of samples, but not the data
@@ -67,3 +69,9 @@ class Checkpoints:
     def save_final(self, hf_config: dict[str, Any] | None = None) -> None:
         """Write the model and its tokenizer to ``save_path``."""
         self._engine.save_hf(self._cfg.save_path, self._tokenizer, hf_config)
+
+
+def _tell(message: str | None) -> None:
+    """Warn once, not on every rank."""
+    if message is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning("%s", message)

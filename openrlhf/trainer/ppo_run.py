@@ -47,7 +47,7 @@ from openrlhf.trainer.sampling import sampling_line
 from openrlhf.trainer.system import start_system
 from openrlhf.utils import interrupts
 from openrlhf.utils.errors import ExplainedError
-from openrlhf.workers.checkpoint_files import earlier_run
+from openrlhf.workers.checkpoint_files import earlier_run, resume_tag
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 
 PROBE_TOKENS = 64
@@ -146,13 +146,14 @@ def _train(cfg: PPOConfig, console: Console) -> None:
             + ("nothing is trained" if cfg.rollout_only else f"{total_steps} optimizer steps")
         )
         console.say(sampling_line(cfg))
+    resumes = _resumes(cfg)
     if not cfg.load_checkpoint and (told := earlier_run(Path(cfg.ckpt_path) / "_actor")):
         console.say(told)
     run_dir = Path(cfg.run_folder)
     log_dir = (run_dir / "logs").absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
     console.say(f"Metrics and the logs of all processes are in {run_dir}")
-    logger = MetricsLogger(cfg, run_dir, cfg.load_checkpoint)
+    logger = MetricsLogger(cfg, run_dir, goes_on=resumes)
     try:
         system = start_system(
             cfg,
@@ -174,6 +175,15 @@ def _train(cfg: PPOConfig, console: Console) -> None:
                 system.close()
     finally:
         logger.close()
+
+
+def _resumes(cfg: PPOConfig) -> bool:
+    """Whether there is something that the run goes on from; the flag alone is also given to a first start.
+
+    Raises:
+        CheckpointError: there are checkpoints, but it can't be told from which.
+    """
+    return cfg.load_checkpoint and resume_tag(Path(cfg.ckpt_path) / "_actor", cfg.use_ds_universal_ckpt) is not None
 
 
 @contextmanager

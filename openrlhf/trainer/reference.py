@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrlhf import platform
 from openrlhf.config import DPOConfig, KTOConfig
@@ -24,6 +24,7 @@ from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.checkpoint_files import explained_writes
 from openrlhf.workers.deepspeed_engine import NonFiniteError, TrainEngine
 from openrlhf.workers.distributed import World, broadcast_object
+from openrlhf.workers.frozen import own_parts
 
 logger = get_logger(__name__)
 
@@ -75,7 +76,7 @@ def reference_logprobs(
     bad = [name for name, values in result.items() if not bool(torch.isfinite(values).all())]
     if bad:
         raise NonFiniteError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
-    _free(engine)
+    _free(engine.module)
     del policy, engine, backoff
     gc.collect()
     platform.empty_cache()
@@ -98,12 +99,11 @@ def require_scored(logprobs: Tensor, expected: int) -> Tensor:
     return logprobs
 
 
-def _free(engine: TrainEngine) -> None:
+def _free(module: nn.Module) -> None:
     """Let go of the weights themselves: under ZeRO-3, DeepSpeed keeps references to the model."""
-    for parameter in engine.module.parameters():
-        if hasattr(parameter, "ds_tensor"):
-            parameter.ds_tensor.data = torch.empty(0)
-        parameter.data = torch.empty(0)
+    for parameter in module.parameters():
+        for part in (*own_parts(parameter), parameter):  # ZeRO-3 may have left a small one whole
+            part.data = torch.empty(0)
 
 
 def _key(cfg: DPOConfig | KTOConfig, path: str, wanted: Sequence[Wanted]) -> str:

@@ -193,9 +193,9 @@ class SupervisedTrainer(ABC):
         self.checkpoints.resume()
         step = self.engine.step_count
         if self.world.is_first:
-            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder), self.cfg.load_checkpoint)
+            self.logger = MetricsLogger(self.cfg, Path(self.cfg.run_folder), goes_on=step > 0)
         try:
-            if step >= self.steps:
+            if step >= self.steps and self.world.is_first:
                 logger.warning("the checkpoint is at step %d of %d: nothing is left to train", step, self.steps)
             while step < self.steps:
                 step += 1

@@ -21,7 +21,7 @@ class FrozenWeights:
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._tensors = [part for p in module.parameters() for part in _own_parts(p)]
+        self._tensors = [part for p in module.parameters() for part in own_parts(p)]
         self._tensors += module.buffers()
         self._device = device
         self._copies: list[Tensor] | None = None
@@ -43,7 +43,7 @@ class FrozenWeights:
             tensor.data = tensor.data.to(self._device, non_blocking=True)
 
 
-def _own_parts(parameter: Tensor) -> list[Tensor]:
+def own_parts(parameter: Tensor) -> list[Tensor]:
     """What this rank holds of a parameter; with ``--zpg`` also its part of the copy within a node."""
     if not is_partitioned(parameter):
         return [parameter]

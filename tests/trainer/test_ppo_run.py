@@ -10,8 +10,9 @@ from scripted_run import config
 from openrlhf.models.checks import ModelLoadError
 from openrlhf.models.loading import load_sequence_regression, load_tokenizer, write_hf_folder
 from openrlhf.tools.loading import LoadSettings
-from openrlhf.trainer.ppo_run import read_inputs
+from openrlhf.trainer.ppo_run import _resumes, read_inputs
 from openrlhf.utils.tiny_model import make_tiny_model
+from openrlhf.workers.checkpoint_files import LATEST, LATEST_UNIVERSAL, CheckpointError
 
 
 @pytest.mark.parametrize("scale", [{}, {"mean": 4.0, "std": 2.5}])
@@ -29,3 +30,18 @@ def test_a_reward_model_without_a_scale_is_refused_before_anything_starts(
     else:
         with pytest.raises(ModelLoadError, match=f"`mean` and `std` in {path}/config.json, which has None and None"):
             read_inputs(normalized)
+
+
+def test_a_run_goes_on_only_from_a_checkpoint(tmp_path: Path) -> None:
+    """A first start may have --load_checkpoint, too, in a folder with the metrics of a run that left none."""
+    actor = tmp_path / "ckpt" / "_actor"
+    actor.mkdir(parents=True)
+    flags = {"ckpt_path": str(actor.parent), "load_checkpoint": True}
+    assert not _resumes(config(tmp_path, **flags))
+    (actor / LATEST).write_text("global_step2")
+    assert _resumes(config(tmp_path, **flags))
+    assert not _resumes(config(tmp_path, ckpt_path=str(actor.parent)))
+    with pytest.raises(CheckpointError, match="convert universal"):
+        _resumes(config(tmp_path, **flags, use_ds_universal_ckpt=True))
+    (actor / LATEST_UNIVERSAL).write_text("global_step2_universal")
+    assert _resumes(config(tmp_path, **flags, use_ds_universal_ckpt=True))
