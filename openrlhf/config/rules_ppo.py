@@ -56,7 +56,7 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     yield from no_devices
     if not no_devices and not _ARITHMETIC & set(broken):
         yield from _check_lengths(cfg)
-        yield from _check_batches(cfg)
+        yield from _check_batches(cfg, explicit)
         yield from _check_placement(cfg)
 
 
@@ -301,7 +301,7 @@ def _check_sizes(cfg: PPOConfig) -> Iterator[Violation]:
                 yield Violation(f"{role}_{part}", f"is 0, but {reason}", "must be 1 or more")
 
 
-def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
+def _check_batches(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:
     world = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
     model_size = data_copies(cfg)
     for role, gpus in gpus_per_role(cfg)[0].items():
@@ -320,7 +320,8 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
             problem = f"{batch} samples are less than one for each of {ranks} ranks"
             yield Violation("train_batch_size", problem, f"use {ranks} or more")
     else:
-        yield from check_division(batch, micro, ranks)
+        # Micro-batches that nobody gave a size fit themselves, once every rank has equally many samples.
+        yield from check_division(batch, micro if "micro_train_batch_size" in explicit else None, ranks)
     prompts, n = cfg.rollout_batch_size, cfg.n_samples_per_prompt
     whole_groups = batch % n == 0 or n > batch  # otherwise steps are a little smaller than the batch
     if (prompts * n) % batch and whole_groups:
@@ -331,13 +332,20 @@ def _check_batches(cfg: PPOConfig) -> Iterator[Violation]:
             f"--train_batch_size {batch}",
             "use " + " or ".join(f"--rollout_batch_size {m}" for m in nearest_multiples(prompts, step)),
         )
+    elif prompts * n < ranks:
+        yield Violation(
+            "rollout_batch_size",
+            f"a rollout of {prompts} prompts x {n} responses = {prompts * n} samples has less than one for each of "
+            f"{ranks} ranks",
+            f"use a rollout of at least {ranks} samples: --rollout_batch_size {math.ceil(ranks / n)} or more",
+        )
     forward = 1 if cfg.use_dynamic_batch else cfg.micro_rollout_batch_size
-    if prompts * n // forward < ranks:
+    if prompts * n // forward < ranks <= prompts * n:
         yield Violation(
             "micro_rollout_batch_size",
             f"{prompts * n} samples of a rollout in micro-batches of {forward} are less than one for each "
             f"of {ranks} ranks",
-            f"use --micro_rollout_batch_size {max(1, prompts * n // ranks)} or less, or larger rollouts",
+            f"use --micro_rollout_batch_size {prompts * n // ranks} or less, or larger rollouts",
         )
 
 
@@ -367,9 +375,15 @@ def _size(cfg: PPOConfig, role: str) -> tuple[int, int]:
     return getattr(cfg, f"{role}_num_nodes"), getattr(cfg, f"{role}_num_gpus_per_node")
 
 
-def check_division(batch: int, micro: int, ranks: int) -> Iterator[Violation]:
-    """The samples of a step must split into whole micro-batches on every rank."""
-    if batch % (micro * ranks):
+def check_division(batch: int, micro: int | None, ranks: int) -> Iterator[Violation]:
+    """The samples of a step must split into whole micro-batches on every rank; without `micro`, evenly among ranks."""
+    if micro is None and batch % ranks:
+        yield Violation(
+            "train_batch_size",
+            f"{batch} samples don't split evenly among {ranks} ranks: {batch} is no multiple of {ranks}",
+            "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(batch, ranks)),
+        )
+    elif micro is not None and batch % (micro * ranks):
         yield Violation(
             "train_batch_size",
             f"{batch} samples don't split into micro-batches of {micro} on {ranks} ranks: "

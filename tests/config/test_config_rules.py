@@ -273,11 +273,36 @@ def test_ppo_values_that_do_not_fit(flags: str, flag: str, sentence: str) -> Non
 
 class TestBatches:
     def test_train_batch_names_the_numbers_and_the_next_valid_ones(self) -> None:
-        found = violations(PPO, "--train_batch_size", "100", "--rollout_batch_size", "1000")
+        flags = ["--train_batch_size", "100", "--rollout_batch_size", "1000"]
+        found = violations(PPO, *flags, "--micro_train_batch_size", "4")
         assert found == {
             "train_batch_size": "100 samples don't split into micro-batches of 4 on 8 ranks: 100 is no "
             "multiple of 4 x 8 = 32 -> use --train_batch_size 96 or --train_batch_size 128"
         }
+
+    @pytest.mark.parametrize("size", [4, 12, 100])
+    def test_without_a_micro_batch_size_the_ranks_count(self, size: int) -> None:
+        found = violations(PPO, "--train_batch_size", str(size), "--rollout_batch_size", str(size))
+        below, above = size // 8 * 8, size // 8 * 8 + 8
+        sizes = [n for n in (below, above) if n]
+        assert found["train_batch_size"] == (
+            f"{size} samples don't split evenly among 8 ranks: {size} is no multiple of 8 -> use "
+            + " or ".join(f"--train_batch_size {n}" for n in sizes)
+        )
+        for n in sizes:
+            assert not violations(PPO, "--train_batch_size", str(n), "--rollout_batch_size", str(n))
+
+    @pytest.mark.parametrize("micro", [[], ["--micro_rollout_batch_size", "1"], ["--use_dynamic_batch"]])
+    def test_a_rollout_has_a_sample_for_every_rank(self, micro: list[str]) -> None:
+        flags = [*micro, "--train_batch_size", "7"]
+        found = violations(PPO, *flags, "--rollout_batch_size", "7")
+        assert set(found) == {"train_batch_size", "rollout_batch_size"}
+        assert found["rollout_batch_size"] == (
+            "a rollout of 7 prompts x 1 responses = 7 samples has less than one for each of 8 ranks -> "
+            "use a rollout of at least 8 samples: --rollout_batch_size 8 or more"
+        )
+        found = violations(PPO, "--train_batch_size", "6", "--rollout_batch_size", "2", "--n_samples_per_prompt", "3")
+        assert found["rollout_batch_size"].endswith("--rollout_batch_size 3 or more")
 
     def test_smallest_batch(self) -> None:
         flags = ["--train_batch_size", "8", "--rollout_batch_size", "8", "--micro_rollout_batch_size", "1"]
