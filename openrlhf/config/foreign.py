@@ -178,6 +178,14 @@ _VALUES = {
     "policy_loss_type": {"vanilla": "ppo"},
     "optim": {"adamw": "adam"},
 }
+# What to write where the value is false and that isn't simply left out.
+WHEN_FALSE = {
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "--eval_temperature 0",
+    "algorithm.use_kl_in_reward": "--init_kl_coef 0, or --use_kl_loss for a KL in the loss",
+    "algorithm.norm_adv_by_std_in_grpo": "--advantage_estimator dr_grpo",
+    "calculate_per_token_loss": "--loss_agg_mode seq-mean-token-mean",
+}
+_FALSE_TABLE = {underscored(name): text for name, text in WHEN_FALSE.items()}
 _TABLE = {
     **{underscored(name): ("verl", text) for name, text in _VERL.items()},
     **{underscored(name): ("slime", text) for name, text in _SLIME.items()},
@@ -222,14 +230,16 @@ def translate(name: str, value: str | None, flags: Collection[str]) -> Translati
         value: the value written with it, if any; it appears in the advice.
         flags: those that the command has.
     """
-    if underscored(name) not in _TABLE:
+    name = underscored(name)
+    if name not in _TABLE:
         return None
-    system, text = _TABLE[underscored(name)]
+    system, text = _TABLE[name]
     advised = re.findall(r"--(\w+)", text)
-    if text == f"--{advised[0]}" and (value or "").lower() in FALSE_WORDS:
-        advice = f"{text}, to be left out for {value}"
+    if "{}" not in text and (value or "").lower() in FALSE_WORDS:
+        left_out = f"{text}, to be left out for {value}" if text == f"--{advised[0]}" else "nothing: leave it out"
+        advice = _FALSE_TABLE.get(name, left_out)
     else:
         value = value and (value_here(advised[0], value) or value)
         advice = text.replace("{}", value or "VALUE")
-    fits = set(advised) <= set(flags)
+    fits = set(re.findall(r"--(\w+)", advice)) <= set(flags)
     return Translation(system, advice if fits else f"{advice}, in train_ppo_ray", fits)

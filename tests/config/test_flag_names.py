@@ -211,6 +211,14 @@ def test_nothing_like_it(capsys: pytest.CaptureFixture[str]) -> None:
         (["actor_rollout_ref.actor.kl_loss_type=low_var_kl"], "verl", "--kl_estimator k3"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=vanilla"], "verl", "--policy_loss_type ppo"),
         (["actor_rollout_ref.actor.use_kl_loss=False"], "verl", "--use_kl_loss, to be left out for False"),
+        (["algorithm.use_kl_in_reward=True"], "verl", "--init_kl_coef above 0 without --use_kl_loss\n"),
+        (["algorithm.use_kl_in_reward=False"], "verl", "here it is --init_kl_coef 0, or --use_kl_loss for a KL in"),
+        (["data.filter_overlong_prompts=True"], "verl", "here it is --prompt_overlong drop\n"),
+        (["data.filter_overlong_prompts=False"], "verl", "here it is nothing: leave it out\n"),
+        (["reward_model.enable=false"], "verl", "here it is nothing: leave it out\n"),
+        (["algorithm.norm_adv_by_std_in_grpo=False"], "verl", "here it is --advantage_estimator dr_grpo\n"),
+        (["actor_rollout_ref.rollout.val_kwargs.do_sample=False"], "verl", "here it is --eval_temperature 0\n"),
+        (["data.seed=0"], "verl", "here it is --seed 0\n"),
         (["actor_rollout_ref.actor.fsdp_config.param_offload=True"], "verl", "here it is --deepspeed_enable_sleep\n"),
         (["actor_rollout_ref.rollout.val_kwargs.n=4"], "verl", "--eval_n_samples_per_prompt 4"),
         (["custom_reward_function.name=compute_score"], "verl", "reward_func"),
@@ -258,14 +266,15 @@ def test_advice_is_about_flags_that_the_command_has() -> None:
 
 
 def test_advice_for_other_systems_names_real_flags() -> None:
-    from openrlhf.config.foreign import translations, value_translations
+    from openrlhf.config.foreign import WHEN_FALSE, translations, value_translations
 
     specs = flag_specs(COMMANDS["train_ppo_ray"].config)
     for flag, value, meant in value_translations():
         assert meant.split()[0] in specs[flag].info.choices and value not in specs[flag].info.choices
     table = name_table(COMMANDS["train_ppo_ray"].config)
     assert len(translations()) >= 40
-    for system, name, text in translations():
+    listed = {name: system for system, name, _ in translations()}
+    for system, name, text in [*translations(), *((listed[name], name, text) for name, text in WHEN_FALSE.items())]:
         flags = [word.strip("(),;") for word in text.split() if word.startswith("--")]
         assert flags, (system, name)
         assert all(flag[2:] in table for flag in flags), (system, name, text)
