@@ -158,6 +158,8 @@ def _eval_split_of_files(changer: _Changer) -> None:
 def _evaluation(changer: _Changer) -> None:
     """Say which flags about evaluation do nothing for want of another one."""
     cfg = changer.config
+    if flag_value(cfg, "load_rollouts"):
+        return  # nothing is evaluated then, with whatever flags
     asked = ["eval_steps", "eval_before_train", "best_metric_key"]
     if isinstance(cfg, RMConfig):
         asked.remove("eval_steps")  # without a data set of its own, it evaluates on rows of the training data
@@ -261,15 +263,16 @@ def _micro_batches(changer: _Changer, cfg: PPOConfig) -> None:
     samples = cfg.rollout_batch_size * cfg.n_samples_per_prompt
     if ranks <= 0 or cfg.use_dynamic_batch:
         return
+    told = not cfg.rollout_only  # else no model takes micro-batches
     if "micro_train_batch_size" not in changer.explicit and cfg.train_batch_size % ranks == 0:
         mine = cfg.train_batch_size // ranks
         size = max((n for n in range(1, cfg.micro_train_batch_size + 1) if mine % n == 0), default=1)
         note = f"--micro_train_batch_size is {size}, which divides the {mine} samples of a rank in a step"
-        changer.set("micro_train_batch_size", size, "divides the batch", note)
+        changer.set("micro_train_batch_size", size, "divides the batch", note if told else "")
     if "micro_rollout_batch_size" not in changer.explicit and ranks <= samples < ranks * cfg.micro_rollout_batch_size:
         size = samples // ranks
         note = f"--micro_rollout_batch_size is {size}: a rollout has {samples} samples for {ranks} ranks"
-        changer.set("micro_rollout_batch_size", size, "one micro-batch a rank", note)
+        changer.set("micro_rollout_batch_size", size, "one micro-batch a rank", note if told else "")
 
 
 def _async(changer: _Changer, cfg: PPOConfig) -> None:
@@ -325,10 +328,11 @@ def _half_run(changer: _Changer, cfg: PPOConfig) -> None:
     mode = "--load_rollouts" if cfg.load_rollouts else "--rollout_only"
     for flag in ("vllm_enable_sleep", "deepspeed_enable_sleep"):
         changer.set(flag, False, mode, f"--{flag} changes nothing: with {mode} the GPUs are not shared in turns")
-    if cfg.load_rollouts and (cfg.eval_steps > 0 or cfg.eval_before_train):
-        note = "nothing is evaluated: --load_rollouts starts no engines"
-        changer.set("eval_steps", -1, mode, note)
-        changer.set("eval_before_train", False, mode, "" if cfg.eval_steps > 0 else note)
+    best = cfg.best_metric_key not in (None, "", NO_METRIC)
+    if cfg.load_rollouts and (cfg.eval_dataset or cfg.eval_steps > 0 or cfg.eval_before_train or best):
+        changer.note("nothing is evaluated: --load_rollouts starts no engines")
+        changer.set("eval_steps", -1, mode)
+        changer.set("eval_before_train", False, mode)
 
 
 def _same_size(changer: _Changer, role: str, leader: str, reason: str) -> None:
@@ -380,7 +384,7 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         changer.note("--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL")
     elif not cfg.use_kl_loss and cfg.kl_estimator != "k1":
         changer.note(f"--kl_estimator {cfg.kl_estimator} is meant for --use_kl_loss; in the reward use k1")
-    for text in unread_flags(cfg):
+    for text in unread_flags(cfg, changer.explicit):
         changer.note(text)
 
 

@@ -143,9 +143,8 @@ def _finish(command: str, written: Written) -> Parsed:
     for assignment in written.assignments:
         values[assignment.flag] = assignment.value
         origins[assignment.flag] = assignment.origin
-    values |= _critic_values_untouched(config_class, written.assignments, values)
-    config = config_class(**values)
     explicit = frozenset(values)
+    config = config_class(**values | _critic_values_untouched(config_class, written.assignments, values))
     config, changes = normalize(command, config, explicit)
     for change in changes:
         if change.flag is not None:

@@ -1,30 +1,41 @@
-"""Flags of train_ppo_ray that were changed although nothing reads them beside the others: told, never refused."""
+"""Flags of train_ppo_ray that someone changed although nothing reads them beside the others: told, never refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.flag import flag_specs
-from openrlhf.config.options_algorithm import ESTIMATORS, WHITENED_ESTIMATORS
+from openrlhf.config.options_algorithm import ESTIMATORS, WHITENED_ESTIMATORS, ActorCriticOptions
 
 _CORRECTION = ("vllm_is_correction_type", "vllm_is_truncated_threshold", "vllm_is_correction_gating")
+_GSPO = "gspo takes its ratio against the engine's log-probs and has no weight to bound"
+_CRITIC = tuple(name for name in flag_specs(ActorCriticOptions) if name.startswith("critic_"))
+_CRITIC_SIZE = ("critic_num_nodes", "critic_num_gpus_per_node")
 
 
-def unread_flags(cfg: PPOConfig) -> Iterator[str]:
-    """A sentence for each reason; of a completed configuration."""
+def unread_flags(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    """A sentence for each reason; of a completed configuration, of which someone gave the `explicit` flags."""
     specs = flag_specs(PPOConfig)
-    for names, reason in (*_of_advantages(cfg), *_of_losses(cfg)):
-        changed = [f"--{name}" for name in names if getattr(cfg, name) != specs[name].default]
+    given = {name for name in explicit if getattr(cfg, name) != specs[name].default}
+    for names, reason in (*_of_advantages(cfg), *_of_losses(cfg, explicit)):
+        changed = [f"--{name}" for name in names if name in given]
         if changed:
             yield f"{', '.join(changed)} {'changes' if len(changed) == 1 else 'change'} nothing: {reason}"
+    if {"eps_clip", "eps_clip_low_high"} <= set(explicit):
+        yield "--eps_clip changes nothing: --eps_clip_low_high gives both sides of the range"
+    if cfg.policy_loss_type == "gspo" and cfg.enable_vllm_is_correction:
+        for name in sorted(given & {"use_icepop", "vllm_is_correction_level", "vllm_is_correction_mode"}):
+            yield f"--{name} does no more than --enable_vllm_is_correction: {_GSPO}"
 
 
 def _of_advantages(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     estimator = cfg.advantage_estimator
     if estimator in ESTIMATORS:  # others may read what they like
         if estimator != "gae":
-            yield ("lambd", "value_clip", "critic_learning_rate", "save_value_network"), f"{estimator} has no critic"
+            sizes = tuple(name for name in _CRITIC_SIZE if getattr(cfg, name))  # 0 says that there is none
+            names = ("lambd", "value_clip", "save_value_network", *_CRITIC, *sizes)
+            yield names, f"{estimator} has no critic"
         if estimator not in WHITENED_ESTIMATORS:
             yield ("no_advantage_std_norm",), f"{estimator} does not whiten advantages"
         if estimator != "pass_at_k":
@@ -37,16 +48,16 @@ def _of_advantages(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("kl_unbiased_gradient",), "it is about --use_kl_loss"
 
 
-def _of_losses(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _of_losses(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[tuple[tuple[str, ...], str]]:
     loss = cfg.policy_loss_type
     if loss in ("cispo", "gmpo", "sapo"):
         yield ("dual_clip",), f"it bounds the ratio in ppo and gspo, not in {loss}"
     if loss == "sapo":
-        own = "eps_clip" if cfg.eps_clip_low_high == (cfg.eps_clip, cfg.eps_clip) else "eps_clip_low_high"
+        own = "eps_clip_low_high" if "eps_clip_low_high" in explicit else "eps_clip"
         yield (own,), "sapo has no clip; only the metric ppo_clip_ratio is counted by it"
     if not cfg.enable_vllm_is_correction:
         yield _CORRECTION, "--enable_vllm_is_correction switches the correction on"
     elif loss == "gspo":
-        yield _CORRECTION, "gspo takes its ratio against the engine's log-probs and has no weight to bound"
+        yield _CORRECTION, _GSPO
     if not cfg.enable_ema:
         yield ("ema_beta",), "--enable_ema keeps the average"

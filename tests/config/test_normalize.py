@@ -139,6 +139,10 @@ class TestBatches:
         given = parsed(PPO, *flags.split(), "--micro_train_batch_size", "4", "--micro_rollout_batch_size", "8")
         assert (given.config.micro_train_batch_size, given.config.micro_rollout_batch_size) == (4, 8)
 
+    def test_without_training_nothing_is_said_of_micro_batches(self) -> None:
+        flags = "--train_batch_size 8 --rollout_batch_size 8 --rollout_only --dump_rollouts none_yet".split()
+        assert changed("micro_train_batch_size", *flags)[::2] == (1, "")
+
     def test_generate_batch(self) -> None:
         assert changed("vllm_generate_batch_size", "--rollout_batch_size", "256")[0] == 256
 
@@ -249,7 +253,22 @@ class TestAlgorithm:
             ("--policy_loss_type gspo --dual_clip 3", ""),
             ("--policy_loss_type sapo --eps_clip 0.3", "--eps_clip changes nothing: sapo has no clip"),
             ("--policy_loss_type sapo --eps_clip_low_high 0.2 0.3", "--eps_clip_low_high changes nothing: sapo has no"),
+            (
+                "--policy_loss_type sapo --eps_clip 0.3 --eps_clip_low_high 0.3 0.3",
+                "--eps_clip_low_high changes nothing: sapo has no",
+            ),
             ("--policy_loss_type sapo", ""),
+            ("--eps_clip 0.3 --eps_clip_low_high 0.2 0.3", "--eps_clip changes nothing: --eps_clip_low_high gives"),
+            ("--eps_clip 0.2 --eps_clip_low_high 0.1 0.3", "--eps_clip changes nothing: --eps_clip_low_high gives"),
+            (
+                "--policy_loss_type gspo --use_icepop",
+                "--use_icepop does no more than --enable_vllm_is_correction: gspo",
+            ),
+            (
+                "--policy_loss_type gspo --vllm_is_correction_level seq",
+                "--vllm_is_correction_level does no more than --enable_vllm_is_correction: gspo",
+            ),
+            ("--vllm_is_correction_level seq", ""),
             (f"{GSPO} --vllm_is_correction_type seq-mask-tis", "--vllm_is_correction_type changes nothing: gspo takes"),
             (f"{GSPO} --vllm_is_truncated_threshold 0.9 1.1", "--vllm_is_truncated_threshold changes nothing: gspo"),
             (
@@ -264,6 +283,15 @@ class TestAlgorithm:
                 "--advantage_estimator reinforce --lambd 0.9 --value_clip 0.2",
                 "--lambd, --value_clip change nothing: reinforce has no critic",
             ),
+            (
+                "--advantage_estimator reinforce --critic_adam_betas 0.8 0.9",
+                "--critic_adam_betas changes nothing: reinforce has no critic",
+            ),
+            ("--advantage_estimator reinforce --max_norm 3", ""),
+            ("--advantage_estimator reinforce --actor.max_norm 3", ""),
+            ("--advantage_estimator reinforce --critic_num_gpus_per_node 4", "--critic_num_gpus_per_node changes no"),
+            ("--advantage_estimator reinforce --critic_num_gpus_per_node 0", ""),
+            ("--critic_max_norm 3 --critic_adam_betas 0.8 0.9", ""),
             ("--advantage_estimator reinforce --no_advantage_std_norm", ""),
             ("--advantage_estimator remax --no_advantage_std_norm", "remax does not whiten"),
             ("--pass_k 2", "belongs to --advantage_estimator pass_at_k"),
@@ -276,6 +304,17 @@ class TestAlgorithm:
     def test_remarks(self, flags: str, note: str) -> None:
         notes = changed("seed", *flags.split())[2]
         assert (note in notes) if note else notes == ""
+
+    def test_every_flag_of_the_critic_changes_nothing_without_one(self) -> None:
+        flags = "--advantage_estimator reinforce --critic_max_norm 1 --critic_learning_rate 1e-5 --critic_optim adam"
+        notes = changed("seed", *flags.split())[2]
+        expected = "--critic_learning_rate, --critic_max_norm, --critic_optim change nothing: reinforce has no critic"
+        assert notes == expected
+
+    @pytest.mark.parametrize("flags", ["--use_icepop", "--vllm_is_correction_level seq"])
+    def test_only_flags_that_were_written_are_named(self, flags: str) -> None:
+        notes = changed("seed", "--policy_loss_type", "gspo", *flags.split())[2]
+        assert "--vllm_is_correction_type" not in notes
 
     @pytest.mark.parametrize(("estimator", "told"), [("gae", True), ("reinforce", True), ("rloo", False)])
     def test_where_rewards_of_turns_count(self, tmp_path: Path, estimator: str, told: bool) -> None:
@@ -297,6 +336,7 @@ class TestEvaluation:
             (PPO, "--eval_dataset a/b --eval_steps 5 --best_metric_key x", ""),
             (PPO, "--eval_dataset a/b --eval_before_train", ""),
             (PPO, "--eval_dataset a/b --eval_steps 5 --best_metric_key x --disable_ds_ckpt", "writes nothing"),
+            (PPO, "--load_rollouts .", ""),
             ("train_sft", "--eval_steps 5", "--eval_steps does nothing without --eval_dataset"),
             ("train_sft", "--eval_dataset a/b", ""),
             ("train_rm", "--eval_steps 5", ""),
@@ -305,6 +345,14 @@ class TestEvaluation:
     def test_what_does_nothing_is_said(self, command: str, flags: str, note: str) -> None:
         notes = changed("seed", *flags.split(), command=command)[2]
         assert (note in notes) if note else notes == ""
+
+    @pytest.mark.parametrize(
+        "flags",
+        ["--eval_dataset a/b", "--eval_dataset a/b --eval_steps 5", "--eval_before_train", "--best_metric_key x"],
+    )
+    def test_rollouts_from_files_are_all_there_is(self, flags: str) -> None:
+        steps, _, notes = changed("eval_steps", "--load_rollouts", ".", *flags.split())
+        assert (steps, notes) == (-1, "nothing is evaluated: --load_rollouts starts no engines")
 
 
 class TestOthers:
