@@ -18,3 +18,6 @@ __all__ = [
     "Sample",
     "SingleTurnAgentExecutor",
 ]
+
+# As in a package, an import of a name that isn't here is asked of the finders: see former_names.
+__path__: list[str] = []

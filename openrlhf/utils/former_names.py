@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 _LOSSES = "openrlhf.algorithms.losses"
+_KL = "openrlhf.algorithms.kl"
 _LOGGERS = "runs are logged with --use_wandb and --use_tensorboard"
 _LOAD = "models are loaded with transformers, or with openrlhf.models.loading"
+_SETUP = "the commands set DeepSpeed and process groups up themselves, from their flags"
 _IMAGES = "prompts with images need no code of their own, --max_images_per_prompt is enough"
+_TRAINERS = (
+    "the commands train, such as openrlhf train_ppo_ray; --custom_algorithms, --custom_generate_function_path and "
+    "--agent_func_path change what it does"
+)
+_TRAINER_NAMES = (
+    *("ppo_trainer", "ppo_trainer_async", "sft_trainer", "rm_trainer", "dpo_trainer", "kto_trainer"),
+    *("PPOTrainer", "SFTTrainer", "RewardModelTrainer", "DPOTrainer", "KTOTrainer"),
+)
 
 INSTEAD = {
-    "openrlhf.utils.get_strategy": "the commands set DeepSpeed up themselves, from their flags",
+    "openrlhf.utils.get_strategy": _SETUP,
     "openrlhf.utils.get_processor": _IMAGES,
+    "openrlhf.utils.deepspeed": _SETUP,
+    "openrlhf.utils.distributed_util": _SETUP,
     "openrlhf.utils.processor": f"--input_template and --apply_chat_template make prompts, and {_IMAGES}",
     "openrlhf.utils.remote_rm_utils": "use openrlhf.rollout.rewards.make_reward_source",
     "openrlhf.utils.vlm_utils": _IMAGES,
@@ -21,6 +34,12 @@ INSTEAD = {
     "openrlhf.utils.loss_utils": "use openrlhf.algorithms.aggregation",
     "openrlhf.utils.logging_utils.WandbLogger": _LOGGERS,
     "openrlhf.utils.logging_utils.TensorboardLogger": _LOGGERS,
+    "openrlhf.models.actor": f"{_LOAD}.load_causal_lm",
+    "openrlhf.models.model": f"{_LOAD}.load_sequence_regression",
+    "openrlhf.models.loss": f"use {_LOSSES}, openrlhf.algorithms.policy_loss or openrlhf.algorithms.value_loss",
+    "openrlhf.models.utils": f"use {_KL} and openrlhf.algorithms.aggregation",
+    "openrlhf.models.ring_attn_utils": "--ring_attn_size divides sequences among ranks",
+    "openrlhf.models.compute_approx_kl": f"use {_KL}.estimate_kl",
     "openrlhf.models.Actor": f"{_LOAD}.load_causal_lm",
     "openrlhf.models.get_llm_for_sequence_regression": f"{_LOAD}.load_sequence_regression",
     "openrlhf.models.SFTLoss": f"use {_LOSSES}.cross_entropy_sum",
@@ -34,22 +53,27 @@ INSTEAD = {
     "openrlhf.datasets.PromptDataset": "use openrlhf.datasets.prompts.build_prompts",
     "openrlhf.datasets.RewardDataset": "use openrlhf.datasets.preference.build_preference_dataset",
     "openrlhf.datasets.SFTDataset": "use openrlhf.datasets.sft.build_sft_dataset",
+    "openrlhf.datasets.prompts_dataset": "use openrlhf.datasets.prompts.build_prompts",
+    "openrlhf.datasets.reward_dataset": "use openrlhf.datasets.preference.build_preference_dataset",
+    "openrlhf.datasets.sft_dataset": "use openrlhf.datasets.sft.build_sft_dataset",
     "openrlhf.datasets.utils": "openrlhf.datasets.sources.load_rows reads and mixes sources",
+    **{f"openrlhf.trainer.{name}": _TRAINERS for name in _TRAINER_NAMES},
     "openrlhf.trainer.ppo_utils": "openrlhf.algorithms.shaping has the length penalties, openrlhf.algorithms.kl the KL "
     "controller, openrlhf.rollout.buffer the buffer, and openrlhf.rollout.trajectory what a sample is",
     "openrlhf.trainer.ray": "openrlhf.engines.pool starts and calls engines; an agent (--agent_func_path) or "
     "--custom_generate_function_path changes how they are used",
 }
+_GENERAL = (
+    "your files can import openrlhf.utils, openrlhf.utils.agent, openrlhf.utils.logging_utils and "
+    "openrlhf.algorithms; what else a run does is set by the flags of its command"
+)
 
 
-def refuse(name: str) -> None:
-    """Say what to use instead of a name.
-
-    Raises:
-        ImportError: it is a name of OpenRLHF's that is not here.
-    """
+def explain(name: str) -> str:
+    """What to use instead of a name that is not here."""
     if name in INSTEAD:
-        raise ImportError(f"{name} of OpenRLHF does not exist here: {INSTEAD[name]}", name=name)
+        return f"{name} of OpenRLHF does not exist here: {INSTEAD[name]}"
+    return f"{name} does not exist here: {_GENERAL}"
 
 
 class _Finder:
@@ -57,7 +81,21 @@ class _Finder:
 
     @staticmethod
     def find_spec(fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
-        refuse(fullname)
+        """Say what to use instead of a name of this package.
+
+        Raises:
+            ImportError: the name is not here, and something imports it. `importlib.util.find_spec` only asks, and gets
+                the answer that there is none; nothing but the caller tells the two apart.
+        """
+        if fullname.startswith("openrlhf.") and not _only_asked():
+            raise ImportError(explain(fullname), name=fullname)
+
+
+def _only_asked() -> bool:
+    frame = inspect.currentframe()
+    for _ in range(3):  # this function, the finder, and importlib's loop over finders
+        frame = frame and frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 def install() -> None:

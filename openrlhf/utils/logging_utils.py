@@ -2,10 +2,13 @@
 
 import logging
 
-from openrlhf.utils.former_names import refuse
+from openrlhf.utils.former_names import explain
 from openrlhf.utils.logging import get_logger
 
 __all__ = ["init_logger"]
+
+# As in a package, an import of a name that isn't here is asked of the finders, which say what to use instead.
+__path__: list[str] = []
 
 
 def init_logger(name: str) -> logging.Logger:
@@ -14,5 +17,4 @@ def init_logger(name: str) -> logging.Logger:
 
 
 def __getattr__(name: str) -> None:
-    refuse(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(explain(f"{__name__}.{name}"))

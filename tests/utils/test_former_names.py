@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import pkgutil
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import openrlhf.utils.logging_utils
 from openrlhf.config.commands import PPOConfig
 from openrlhf.config.flag import flag_specs
 from openrlhf.utils import extract_boxed_answer, get_tokenizer, grade_answer
@@ -21,11 +23,20 @@ from openrlhf.utils.tiny_model import make_tiny_model
 
 ABSENT = {
     "openrlhf.utils": "get_strategy get_processor",
+    "openrlhf.utils.deepspeed": "DeepspeedStrategy",
+    "openrlhf.utils.distributed_util": "init_process_group torch_dist_barrier_and_cuda_sync",
     "openrlhf.utils.logging_utils": "WandbLogger TensorboardLogger",
     "openrlhf.models": "Actor SFTLoss DPOLoss GPTLMLoss LogExpLoss PairWiseLoss PolicyLoss ValueLoss "
-    "get_llm_for_sequence_regression aggregate_loss",
+    "get_llm_for_sequence_regression aggregate_loss compute_approx_kl",
+    "openrlhf.models.actor": "Actor",
+    "openrlhf.models.loss": "PolicyLoss",
+    "openrlhf.models.model": "get_llm_for_sequence_regression",
+    "openrlhf.models.utils": "compute_approx_kl masked_mean",
     "openrlhf.datasets": "PromptDataset RewardDataset SFTDataset",
+    "openrlhf.datasets.prompts_dataset": "PromptDataset",
     "openrlhf.datasets.utils": "blending_datasets exist_and_not_none",
+    "openrlhf.trainer": "PPOTrainer SFTTrainer",
+    "openrlhf.trainer.ppo_trainer": "PPOTrainer",
     "openrlhf.trainer.ppo_utils": "Experience NaiveReplayBuffer AdaptiveKLController FixedKLController "
     "apply_length_penalties balance_experiences make_experience_batch split_experience_batch",
     "openrlhf.trainer.ray": "create_vllm_engines batch_vllm_engine_call",
@@ -63,13 +74,40 @@ def test_no_name_is_called_absent_that_is_here(name: str) -> None:
     assert attribute not in vars(owner)
 
 
-def test_other_imports_fail_as_ever() -> None:
-    with pytest.raises(ModuleNotFoundError, match="No module named 'openrlhf.utils.nothing'"):
-        importlib.import_module("openrlhf.utils.nothing")
-    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
-        exec("from openrlhf.models import nothing")
-    assert not hasattr(importlib.import_module("openrlhf.models"), "Actor")
-    assert not hasattr(importlib.import_module("openrlhf.utils.logging_utils"), "nothing")
+@pytest.mark.parametrize(
+    ("statement", "name"),
+    [
+        ("import openrlhf.utils.nothing", "openrlhf.utils.nothing"),
+        ("import openrlhf.nothing", "openrlhf.nothing"),
+        ("from openrlhf.models import nothing", "openrlhf.models.nothing"),
+        ("from openrlhf.trainer import Nothing", "openrlhf.trainer.Nothing"),
+        ("from openrlhf.utils.agent import nothing", "openrlhf.utils.agent.nothing"),
+        ("from openrlhf.utils.logging_utils import nothing", "openrlhf.utils.logging_utils.nothing"),
+    ],
+)
+def test_other_names_say_what_can_be_imported(statement: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"^{name} does not exist here: your files can import") as caught:
+        exec(statement)
+    for module in re.findall(r"openrlhf[.\w]+\w", str(caught.value).partition(": ")[2]):
+        importlib.import_module(module)
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in ABSENT for name in ABSENT[module].split()])
+def test_a_name_can_be_asked_for(module: str, name: str) -> None:
+    """Nothing is imported, so there is no error."""
+    if importlib.util.find_spec(module.rpartition(".")[0]) is None:
+        return
+    if importlib.util.find_spec(module) is None:
+        with pytest.raises(ImportError, match="does not exist here"):
+            importlib.import_module(module)
+        return
+    assert not hasattr(importlib.import_module(module), name)
+    assert importlib.util.find_spec(f"{module}.{name}") is None
+
+
+def test_a_name_of_a_module_says_what_to_use() -> None:
+    with pytest.raises(AttributeError, match="WandbLogger of OpenRLHF does not exist here: runs are logged"):
+        _ = openrlhf.utils.logging_utils.WandbLogger
 
 
 def test_init_logger() -> None:
