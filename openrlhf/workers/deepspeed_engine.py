@@ -311,7 +311,8 @@ class TrainEngine:
     def gathered_parameters(self, bucket_bytes: int = 1 << 30) -> Iterator[list[tuple[str, Tensor]]]:
         """Full weights as the model's folder has them, in buckets; all ranks must iterate to the end together.
 
-        Tied weights come once, LoRA merged. The tensors are copies on the model's device, and stay valid.
+        Tied weights come once, LoRA merged. The tensors are copies on the model's device, and stay valid. A bucket that
+        the caller has emptied takes no memory while the next one is gathered.
 
         Args:
             bucket_bytes: most bytes in a bucket; a larger weight comes alone.

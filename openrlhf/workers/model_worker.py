@@ -278,9 +278,11 @@ class PolicyWorker(TrainedWorker):
         with ThreadPoolExecutor(1) as writer:
             pending: Future[None] | None = None
             for index, bucket in enumerate(self.engine.gathered_parameters(bucket_bytes)):
-                if index % self.world_size != self.rank:
+                own = index % self.world_size == self.rank
+                tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket} if own else {}
+                bucket.clear()  # or it would be held while the next one is gathered
+                if not own:
                     continue
-                tensors = {name: tensor.cpu().contiguous() for name, tensor in bucket}
                 if pending is not None:
                     pending.result()
                 pending = writer.submit(save_file, tensors, os.path.join(folder, f"{index:05d}.safetensors"))

@@ -38,6 +38,7 @@ class TrainerSource(WeightSource):
                 bucket = next(buckets, None)
             if bucket is None:
                 return
-            for name, tensor in bucket:
-                platform.used_on_current_stream(tensor)
-                yield name, tensor
+            # It is empty, and no name here holds a weight, when the next one is gathered.
+            while bucket:
+                platform.used_on_current_stream(bucket[0][1])
+                yield bucket.pop(0)

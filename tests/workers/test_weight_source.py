@@ -1,10 +1,12 @@
-"""The trainer's weights on their way through vLLM's packed NCCL transfer, with streams that only keep a record."""
+"""The trainer's weights on their way through the transports: streams, which only keep a record here, and memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,12 @@ from vllm.distributed.weight_transfer import packed_tensor
 
 from openrlhf import platform
 from openrlhf.batching.buckets import plan_buckets
+from openrlhf.engines.weight_sync import gloo
 from openrlhf.engines.weight_sync.layout import TensorMeta
-from openrlhf.workers import weight_source
+from openrlhf.models.export import ExportedWeight
+from openrlhf.workers import deepspeed_engine, weight_source
+from openrlhf.workers.deepspeed_engine import TrainEngine
+from openrlhf.workers.model_worker import ROLE_WORKERS
 from openrlhf.workers.weight_source import TrainerSource
 
 pytestmark = pytest.mark.filterwarnings("ignore:Tensor .* exceeds buffer_size_bytes")
@@ -140,3 +146,68 @@ def test_both_sides_cut_alike_and_a_chunk_is_a_weight_larger_than_the_buffer_at_
     largest = max(meta.nbytes for meta in metas)
     assert all(chunk.nbytes <= buffer_bytes + largest for chunk in wire.chunks)
     assert len(wire.chunks) >= math.ceil(sum(SIZES) * 4 / (buffer_bytes + largest))
+
+
+BUCKET_BYTES = 40
+
+
+class Gathered:
+    """A training engine's weights that are made one by one, and how many of their bytes are alive meanwhile."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.most = 0
+        weights = [
+            ExportedWeight(f"w{i}", (size,), torch.float32, (), lambda size=size: self.make(size))
+            for i, size in enumerate(SIZES)
+        ]
+        monkeypatch.setattr(deepspeed_engine, "exported_weights", lambda model: weights)
+        monkeypatch.setattr(weight_source, "DEFAULT_BUCKET_BYTES", BUCKET_BYTES)
+        self.engine: Any = TrainEngine.__new__(TrainEngine)
+        self.engine.module, self.engine._asleep = torch.nn.Identity(), False
+
+    def make(self, size: int) -> torch.Tensor:
+        tensor = torch.ones(size)
+        self.alive.append(weakref.ref(tensor))
+        held = [one for one in (ref() for ref in self.alive) if one is not None]
+        self.most = max(self.most, sum(one.nbytes for one in held))
+        return tensor
+
+
+def walk(engine: Any, folder: Path) -> None:
+    for item in TrainerSource(engine):
+        del item
+
+
+def send_by_gloo(engine: Any, folder: Path, sender: bool = True) -> None:
+    source = TrainerSource(engine)
+    transfer = gloo.GlooTrainerWeightTransferEngine(client=None, source=source, is_sender=sender)  # type: ignore[arg-type]
+    transfer.group = object()  # type: ignore[assignment]
+    if not sender:
+        return transfer.send_weights()
+    return transfer._send([TensorMeta(meta.name, meta.dtype, tuple(meta.shape)) for meta in source.metadata()])
+
+
+def follow_by_gloo(engine: Any, folder: Path) -> None:
+    send_by_gloo(engine, folder, sender=False)
+
+
+def write(engine: Any, folder: Path) -> None:
+    for rank in range(2):
+        worker: Any = ROLE_WORKERS["actor"].__new__(ROLE_WORKERS["actor"])
+        worker.engine, worker.rank, worker.world_size = engine, rank, 2
+        worker.write_weights(str(folder), BUCKET_BYTES)
+
+
+@pytest.mark.parametrize("use", [walk, send_by_gloo, follow_by_gloo, write])
+def test_one_bucket_is_held_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, use: Callable[[Any, Path], None]
+) -> None:
+    """The largest weight, alone in a bucket, is the most: nothing of the bucket before or after it is there with it."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a GPU
+    monkeypatch.setattr(gloo, "plan_buckets", lambda metas: plan_buckets(metas, BUCKET_BYTES))
+    monkeypatch.setattr(gloo, "_broadcast", lambda group, buffer: None)
+    gathered = Gathered(monkeypatch)
+    use(gathered.engine, tmp_path)
+    assert len(gathered.alive) % len(SIZES) == 0 and len(gathered.alive) > 0
+    assert gathered.most == 4 * max(SIZES) > BUCKET_BYTES

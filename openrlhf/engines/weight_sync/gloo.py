@@ -9,6 +9,8 @@ build of vLLM repacks weights after loading, and a plain ``load_weights`` would 
 from __future__ import annotations
 
 import datetime
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -83,6 +85,17 @@ def _join(store: TCPStore, rank: int, world_size: int, timeout: datetime.timedel
 
 def _broadcast(group: ProcessGroup, buffer: torch.Tensor) -> None:
     group.broadcast(buffer, SENDER).wait()
+
+
+def _packed(stream: Iterator[tuple[str, torch.Tensor]], names: list[str]) -> torch.Tensor:
+    """The next tensors of a source on the CPU, as one; nothing else of them stays."""
+    tensors = []
+    for expected in names:
+        name, tensor = next(stream)
+        if name != expected:
+            raise RuntimeError(f"the source yielded {name!r} where {expected!r} was announced")
+        tensors.append(tensor)
+    return pack(tensors).cpu()
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -174,8 +187,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         assert self.source is not None  # trainer_init refuses None
         metas = [TensorMeta(meta.name, meta.dtype, tuple(meta.shape)) for meta in self.source.metadata()]
         if not self.is_sender:
-            for _ in self.source:  # gathering a ZeRO-3 parameter is a collective of all ranks
-                pass
+            deque(self.source, maxlen=0)  # gathering a ZeRO-3 parameter is a collective of all ranks
             return
         self.client.start_weight_update()
         update = GlooUpdateInfo(
@@ -197,13 +209,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
         assert self.group is not None and self.source is not None
         stream = iter(self.source)
         for indices in plan_buckets(metas):
-            tensors = []
-            for index in indices:
-                name, tensor = next(stream)
-                if name != metas[index].name:
-                    raise RuntimeError(f"the source yielded {name!r} where {metas[index].name!r} was announced")
-                tensors.append(tensor)
-            _broadcast(self.group, pack(tensors).cpu())
+            _broadcast(self.group, _packed(stream, [metas[index].name for index in indices]))
         # Run the source to its end: its last gather context closes there, on every rank.
         for name, _ in stream:
             raise RuntimeError(f"the source yielded {name!r} after the last announced parameter")
