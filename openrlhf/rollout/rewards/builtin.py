@@ -112,14 +112,22 @@ def same_plain_answer(answer: str, label: str) -> bool:
 
 
 def _normal(text: str) -> str:
-    text = re.sub(r"\\(left|right|,|;|!|quad|displaystyle)", "", text.strip())
+    text = re.sub(r"\\(left|right|displaystyle)(?![A-Za-z])", "", text.strip())
+    text = re.sub(r"(?<=\d)\\[,;:!]\s*(?=\d{3}(?!\d))", "", text)
+    text = re.sub(r"\\(?:[,;:!]|q?quad(?![A-Za-z]))", " ", text)
     text = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    return re.sub(r"\s+", "", text.strip("$ ").rstrip("."))
+    text = " ".join(text.strip("$ ").rstrip(".").split())
+    # A blank between two numbers stays: 1 2 is not 12, and 1, 234 is not 1,234.
+    return re.sub(r"(?<![\d.])(?<!\d,) | (?![\d.]|,\d{3}(?!\d))|(?<=,) (?!\d{3}(?!\d))", "", text)
 
 
 def _number(text: str) -> Fraction | None:
     plain = re.sub(r"(?<=\d),(?=\d{3}(\D|$))", "", text)
     # A plain form only: Fraction("1e999999999") would compute for ever.
+    if mixed := re.fullmatch(r"([+-]?)(\d{1,100}) (\d{1,100})/(\d{1,100})", plain):
+        sign, whole, above, below = mixed.groups()
+        size = int(whole) + Fraction(int(above), int(below)) if int(below) else None
+        return -size if size is not None and sign == "-" else size
     if not re.fullmatch(r"[+-]?\d{1,100}(\.\d{1,100})?(/\d{1,100})?", plain):
         return None
     numerator, _, denominator = plain.partition("/")
