@@ -87,7 +87,8 @@ def run(make: Any, cfg: PPOConfig, pool: Pool, policy: Policy) -> Any:
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_every_prompt_is_trained_once_an_episode_with_evaluations_in_between(tmp_path: Path, partial: bool) -> None:
-    cfg = configured(tmp_path, num_episodes=2, partial_rollout=partial, async_queue_size=2, eval_steps=2)
+    flags = {"partial_rollout": partial, "async_queue_size": 2, "eval_steps": 2, "best_metric_key": "none"}
+    cfg = configured(tmp_path, num_episodes=2, **flags)
     pool = AsyncPool(seconds=0.002)
     policy = Learner(pool)
     run(AsyncPPOTrainer, cfg, pool, policy)
