@@ -32,12 +32,13 @@ _WITH_UNIT = re.compile(
     rf"\s*({_NUMBER}|\d+\s+\d+/\d+)\s+(?:(?:square|cubic|sq|cu)\.?\s+)?(?:{_UNIT})(?:\s+(?:per|an?)\s+(?:{_UNIT}))?\s*",
     re.IGNORECASE,
 )
-# Words with a value or an operation: math-verify drops those in \text{}, and what follows a number in plain text.
-_VALUE_WORD = (
-    r"\b(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundre\w+|thousand\w*|"
-    r"millions?|billions?|trillions?|dozens?|plus|minus|times|divided|over|less|more|modulo|mod|squared|cubed|choose|"
-    r"factorial)\b"
+# Words that change a number's value: math-verify drops them in \text{}, and where they follow one in plain text.
+_SCALE_WORD = (
+    r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?|hundre\w+|thousand\w*|"
+    r"millions?|billions?|trillions?|dozens?|divided|modulo|squared|cubed|factorial)"
 )
+_VALUE_WORD = rf"\b(?:{_SCALE_WORD}|plus|minus|times|over|less|more|mod|choose)\b"
+_SCALED_NUMBER = re.compile(rf"{_NUMBER.removeprefix('[-+]?')}\$*\s*\$*(?:\\text\{{\s*)?{_SCALE_WORD}\b\s*\}}?")
 _SHORT_WORDS = frozenset("yes no one two six ten odd red".split())
 
 
@@ -57,7 +58,9 @@ def same_answer(gold: str, text: str) -> bool:
         return False
     if boxed is None:
         found = _mixed_as_fractions(_percents_inside(text))
-        percent = _response_is_percent(found)
+        if _answers_with(_SCALED_NUMBER, found):
+            return False  # "5 million" is not 5
+        percent = _answers_with(_PERCENT_NUMBER, found)
     else:
         found = _tidy(boxed[1])
         if (same := _same_words(gold, found)) is not None:
@@ -90,14 +93,14 @@ def _percents_inside(response: str) -> str:
     return re.sub(r"(?<=\d)(\$+|\*\*|\s*\\\))\\%", r"\\%\1", response)
 
 
-def _response_is_percent(response: str) -> bool:
-    """Tells whether the very answer math-verify finds has a percent sign: with other percents, it is another answer."""
+def _answers_with(form: re.Pattern[str], response: str) -> bool:
+    """Tells whether the very answer math-verify finds has the form: with other numbers there, it is another answer."""
     from math_verify import parse, verify
 
     number = "90173"
     while number in response:
         number += "1"
-    probe, changed = _PERCENT_NUMBER.subn(number, response)
+    probe, changed = form.subn(number, response)
     if not changed:
         return False
     answer = parse(probe, parsing_timeout=None)

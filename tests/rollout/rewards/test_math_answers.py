@@ -282,6 +282,14 @@ RESPONSES = [
     ("The answer is $5$. I am 100% sure", "1", False),
     ("The answer is 3", "1 2", False),
     ("-5%", "-0.05", True),
+    ("The answer is 5 million.", "5", False),
+    ("The answer is $5$ million.", "5", False),
+    ("The answer is $5\\text{ million}$.", "5", False),
+    ("It takes 3 quarters", "3", False),
+    ("The answer is 5 divided by seven", "5", False),
+    ("Of 2 million people, the answer is 7", "7", True),
+    ("The half of 14 is 7, half", "7", True),
+    ("The answer is 7 students", "7", True),
 ]
 
 
