@@ -103,9 +103,9 @@ class EnginePool:
         self.group = group
         self.workers_per_engine = workers_per_engine
 
-    def load(self, rollout: PPOConfig | None) -> PendingCall:
-        """Start loading the model in every engine; wait for the result elsewhere."""
-        return self.group.submit("start", rollout)
+    def load(self, cfg: PPOConfig) -> PendingCall:
+        """Start loading the model, and what rollouts need, in every engine; wait for the result elsewhere."""
+        return self.group.submit("start", cfg)
 
     def run_groups(
         self, prompts: Iterable[PromptItem], samples_per_prompt: int, sampling: SamplingParams, timeout: float

@@ -51,8 +51,8 @@ class VLLMEngine:
         self._llm: Any = None
         self._weight_version = 0
 
-    async def start(self, rollout: PPOConfig | None) -> None:
-        """Load the model and, if given, what rollouts need (reward functions, agents).
+    async def start(self, cfg: PPOConfig) -> None:
+        """Load the model and what rollouts need (reward functions, agents).
 
         Raises:
             Exception: whatever vLLM raises when the model can't be served; the actor's log has the details.
@@ -67,8 +67,7 @@ class VLLMEngine:
         engine_args = AsyncEngineArgs(**self.spec.arguments, weight_transfer_config=transfer)
         # As for offline inference: many sequences at once matter more here than the latency of one.
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
-        if rollout is not None:
-            self._runner = GroupRunner(rollout, engine=self)
+        self._runner = GroupRunner(cfg, engine=self)
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -96,7 +95,7 @@ class VLLMEngine:
     async def run_group(self, prompt: PromptItem, n: int, sampling: SamplingParams) -> Group:
         """Run the ``n`` episodes of one prompt, rewards included (not those of a reward model)."""
         if self._runner is None:
-            raise RuntimeError("this engine was started without a rollout specification")
+            raise RuntimeError("run_group() before start()")
         return await self._runner.run_group(prompt, n, sampling, self._weight_version)
 
     async def pop_metrics(self) -> dict[str, float]:
