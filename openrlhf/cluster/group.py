@@ -17,6 +17,9 @@ from openrlhf.utils.process import tail
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+NESTED_SECONDS = 300.0
+"""So much longer than a process may wait for others, others wait for it: its wait ends first, and names the missing."""
+
 
 class WorkerError(ExplainedError, RuntimeError):
     """A process of a role failed or did not answer in time; the message ends with the end of its log."""
@@ -135,10 +138,6 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self.members)
-
-    @property
-    def handles(self) -> list[ActorHandle]:
-        return [member.handle for member in self.members]
 
     def submit(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> PendingCall:
         """Start a method in every member.

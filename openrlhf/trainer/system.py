@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import ray
 
-from openrlhf.cluster.group import PendingCall, WorkerError, WorkerGroup
+from openrlhf.cluster.group import NESTED_SECONDS, PendingCall, WorkerError, WorkerGroup
 from openrlhf.cluster.placement import plan_placement
 from openrlhf.cluster.ray_cluster import Cluster, cluster_gone, connect, create_cluster
 from openrlhf.config import PPOConfig
@@ -105,7 +105,9 @@ class PPOSystem:
             if self.cfg.vllm_enable_sleep:
                 self.memory.release()
                 self.engines.wake(["weights"])
-        timings["transfer"] = float(max(self.actor.call("sync_weights", version)))
+        # The actor's own calls to the engines may take the limit, and it names the one that does not answer.
+        limit = self.cfg.rollout_timeout + NESTED_SECONDS
+        timings["transfer"] = float(max(self.actor.call("sync_weights", version, timeout=limit)))
         comparisons = None
         if self.cfg.check_weight_sync:
             with _timed(timings, "compare"):
@@ -214,17 +216,23 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, critic_steps: int, log_dir
             groups.get("reward"),
         )
         if len(engines.group) > 0 and len(system.actor) > 0:
-            system.actor.call(
-                "connect_engines",
-                engines.group,
-                transport,
-                engines.workers_per_engine,
-                timeout=left(),
-            )
+            connect_engines(system, transport, left())
         return system
     except BaseException:
         _end(started, cluster)
         raise
+
+
+def connect_engines(system: PPOSystem, transport: str, timeout: float) -> None:
+    """Open the weight transfer from the actor to the engines.
+
+    Raises:
+        WorkerError: a process failed, or an engine did not answer within ``timeout`` seconds.
+    """
+    system.actor.call(
+        *("connect_engines", system.engines.group, transport, system.engines.workers_per_engine, timeout),
+        timeout=timeout + NESTED_SECONDS,
+    )
 
 
 def _end(groups: Sequence[WorkerGroup], cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from openrlhf.cluster.group import Member, PendingCall, WorkerGroup
+from openrlhf.cluster.group import NESTED_SECONDS, Member, PendingCall, WorkerGroup
 from openrlhf.cluster.ray_cluster import Cluster
 from openrlhf.config import PPOConfig
 from openrlhf.utils.network import node_address
@@ -246,8 +246,8 @@ class PolicyWorker(TrainedWorker):
 
     # --- weight sync -----------------------------------------------------------------------------------------------
 
-    def connect_engines(self, engines: WorkerGroup, transport: str, workers_per_engine: int) -> None:
-        """Open the weight transfer to the engines."""
+    def connect_engines(self, engines: WorkerGroup, transport: str, workers_per_engine: int, timeout: float) -> None:
+        """Open the weight transfer to the engines; each has ``timeout`` seconds to answer."""
         from openrlhf.engines.weight_sync.sender import open_sender
         from openrlhf.workers.weight_source import TrainerSource
 
@@ -257,6 +257,7 @@ class PolicyWorker(TrainedWorker):
             engines,
             workers_per_engine=workers_per_engine,
             rank=self.rank,
+            timeout=timeout,
         )
 
     def sync_weights(self, version: int) -> float:
@@ -418,11 +419,12 @@ def start_group(role: str, cluster: Cluster, log_dir: str, timeout: float, data_
 def form_groups(groups: Sequence[WorkerGroup], timeout: float) -> list[PendingCall]:
     """Let the ranks of each role meet within ``timeout`` seconds; wait for the results elsewhere.
 
-    A collective of theirs may take as long as a call of the group.
+    A collective of theirs may take longer than a call of the group: while one rank waits for an engine that does not
+    answer, the others wait for it.
     """
     # Opened side by side: each first imports torch.
     stores = PendingCall.results([group.submit_first("open_store") for group in groups], timeout)
     return [
-        group.submit("join", host, port, timeout, group.timeout)
+        group.submit("join", host, port, timeout, group.timeout + NESTED_SECONDS)
         for group, [(host, port)] in zip(groups, stores, strict=True)
     ]

@@ -225,7 +225,7 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
 
     # ZeRO-3 with two ranks sends the same weights.
     _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
-    stack.sharded.call("connect_engines", stack.engines.group, "gloo", 1)
+    stack.sharded.call("connect_engines", stack.engines.group, "gloo", 1, stack.engines.group.timeout)
     with pytest.raises(WeightMismatchError):
         check.run(WeightSync({}, stack.sharded.call("probe", stack.probe)[0], None))
     sharded = replace(stack.system, actor=stack.sharded, cfg=replace(stack.cfg, check_weight_sync=True))

@@ -81,6 +81,8 @@ class Policy:
     def __init__(self, ranks: int = 1) -> None:
         self.ranks = ranks
         self.calls: list[str] = []
+        self.timeouts: dict[str, float | None] = {}
+        """Of each method's last call."""
         self.trained: list[Any] = []
         self.answers: dict[str, Any] = {"sync_weights": 0.0, "train": MetricSum(), "memory": MemoryStats(1, 1, 1, 1, 1)}
 
@@ -99,6 +101,7 @@ class Policy:
         return Done([answers.get(method)] * self.ranks)
 
     def call(self, method: str, *args: Any, per_rank: Any = None, timeout: float | None = None) -> list[Any]:
+        self.timeouts[method] = timeout
         return self.submit(method, *args, per_rank=per_rank).result(0)
 
 

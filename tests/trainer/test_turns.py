@@ -1,4 +1,4 @@
-"""What leaves the GPUs for the engines: the cheapest first, and no more than they need."""
+"""Around a weight sync: what leaves the GPUs for the engines, cheapest first and no more than needed; time limits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from scripted_run import Done, Policy, config
 
+from openrlhf.cluster.group import NESTED_SECONDS, WorkerGroup
 from openrlhf.platform import MemoryStats
-from openrlhf.trainer.system import PPOSystem
+from openrlhf.trainer.system import PPOSystem, connect_engines
 from openrlhf.trainer.turns import GIB, SharedMemory
 
 TOTAL = 80 * int(GIB)
@@ -73,6 +74,7 @@ class Engines:
     """Stands for the pool: an engine that sleeps, and takes its weights and its cache when it is woken."""
 
     workers_per_engine = 1
+    group: WorkerGroup
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -100,6 +102,17 @@ def test_caches_of_training_are_given_back_before_an_engine_takes_its_weights(tm
         "wake kv_cache",
     ]
     assert actor.calls == order
+
+
+def test_an_engine_that_hangs_is_named_before_the_driver_gives_the_actor_up(tmp_path: Path) -> None:
+    """The actor waits for engines as long as the flags say, from some moment on after the driver began to wait."""
+    cfg, actor, engines = replace(config(tmp_path), rollout_timeout=70.0), Policy(), Engines([])
+    engines.group = WorkerGroup("engine", [], cfg.rollout_timeout)
+    system = PPOSystem(cfg, None, engines, actor, None, None, None)  # type: ignore[arg-type]
+    connect_engines(system, "gloo", 30.0)
+    system.sync_weights([1, 2], 1)
+    assert actor.timeouts["connect_engines"] == 30.0 + NESTED_SECONDS
+    assert actor.timeouts["sync_weights"] == 70.0 + NESTED_SECONDS
 
 
 def test_engines_that_never_sleep_need_no_room(tmp_path: Path) -> None:

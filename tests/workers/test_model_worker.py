@@ -15,10 +15,11 @@ from unittest import mock
 import pytest
 import torch
 
+from openrlhf.cluster.group import NESTED_SECONDS, PendingCall, WorkerGroup
 from openrlhf.config import PPOConfig
 from openrlhf.workers import model_worker
 from openrlhf.workers.deepspeed_engine import TrainEngine
-from openrlhf.workers.model_worker import ROLE_WORKERS
+from openrlhf.workers.model_worker import ROLE_WORKERS, form_groups
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,23 @@ def test_threads_are_a_share_of_the_cores_or_what_the_user_says(
     for sharers, threads in ((None, "1"), (5, "2"), (20, "1")):
         ROLE_WORKERS["actor"]("actor", 0, 1, str(tmp_path / "log"), None, sharers)
         assert os.environ["OMP_NUM_THREADS"] == threads
+
+
+def test_a_collective_outlasts_a_wait_of_one_rank_for_an_engine() -> None:
+    """The other ranks wait for it meanwhile, and must not be what ends the run."""
+    joins: list[tuple[Any, ...]] = []
+
+    class Group(WorkerGroup):
+        def submit_first(self, method: str, *args: Any) -> PendingCall:
+            return SimpleNamespace(method=method)  # type: ignore[return-value]
+
+        def submit(self, method: str, *args: Any, per_rank: Any = None) -> PendingCall:
+            joins.append((method, *args))
+            return PendingCall(method, {})
+
+    with mock.patch.object(PendingCall, "results", lambda calls, timeout: [[("host", 7)] for _ in calls]):
+        form_groups([Group("actor", [], 70.0), Group("critic", [], 80.0)], 30.0)
+    assert joins == [("join", "host", 7, 30.0, limit + NESTED_SECONDS) for limit in (70.0, 80.0)]
 
 
 class CountedWeights:

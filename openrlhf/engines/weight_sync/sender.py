@@ -49,6 +49,7 @@ class EngineClient:
         workers_per_engine: vLLM workers (tensor-parallel ranks) of each.
 
     Attributes:
+        timeout: seconds that a call may take.
         weight_version: the number of the weights that are sent next.
         failure: holds the error of the first call that failed, from then on.
     """
@@ -56,12 +57,13 @@ class EngineClient:
     def __init__(self, engines: WorkerGroup, workers_per_engine: int) -> None:
         self._engines = engines
         self._workers_per_engine = workers_per_engine
+        self.timeout = engines.timeout
         self.weight_version = 0
         self.failure: Future[None] = Future()
 
     def _call(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> None:
         try:
-            self._engines.call(method, *args, per_rank=per_rank)
+            self._engines.call(method, *args, per_rank=per_rank, timeout=self.timeout)
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
@@ -157,16 +159,17 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
 
 
 def open_sender(
-    transport: str, source: WeightSource, engines: WorkerGroup, *, workers_per_engine: int, rank: int
+    transport: str, source: WeightSource, engines: WorkerGroup, *, workers_per_engine: int, rank: int, timeout: float
 ) -> WeightSender:
     """Connect this actor rank to the engines. Called by every rank.
 
     Args:
         transport: "gloo", "ipc" or "nccl"; the engines were started with the same.
         source: what is sent each time.
-        engines: the engine actors; each call to them may take as long as the group's calls.
+        engines: the engine actors; each call of a transfer may take as long as the group's calls.
         workers_per_engine: vLLM workers of each engine.
         rank: this process's rank among the actor's ranks.
+        timeout: seconds that connecting may take.
 
     Raises:
         WorkerError: an engine failed or did not answer in time.
@@ -177,5 +180,8 @@ def open_sender(
     largest = max(math.prod(meta.shape) * meta.dtype.itemsize for meta in source.metadata())
     info = _init_info(transport, rank, len(engines) * workers_per_engine, largest, engines.timeout)
     client = EngineClient(engines, workers_per_engine)
+    client.timeout = timeout
     connect = partial(WeightTransferTrainerFactory.trainer_init, info, client=client, source=source)
-    return WeightSender(until_failure(connect, client.failure), client)
+    engine = until_failure(connect, client.failure)
+    client.timeout = engines.timeout
+    return WeightSender(engine, client)

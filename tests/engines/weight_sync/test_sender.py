@@ -165,6 +165,26 @@ def test_an_error_of_the_trainer_itself_and_a_result_come_through(monkeypatch: p
     assert until_failure(lambda: threading.current_thread().daemon, Future()) is True
 
 
+def test_connecting_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that never joins is told while the run starts, not when an episode's time is over."""
+    limits: list[float | None] = []
+
+    class Recording(WorkerGroup):
+        def call(self, method: str, *args: Any, per_rank: Any = None, timeout: float | None = None) -> list[Any]:
+            limits.append(timeout)
+            return []
+
+    def connect(info: Any, client: EngineClient, source: WeightSource) -> Any:
+        client.init_weight_transfer_engine({})
+        return type("Transfer", (), {"send_weights": staticmethod(client.start_weight_update)})()
+
+    monkeypatch.setattr(sender.WeightTransferTrainerFactory, "trainer_init", connect)
+    chosen = Recording("engine", [], 70.0)
+    options = {"workers_per_engine": 1, "rank": 0, "timeout": 30.0}
+    sender.open_sender("ipc", Source(), chosen, **options).send(1)  # type: ignore[arg-type]
+    assert limits == [30.0, 70.0]
+
+
 def test_nccl_takes_little_room_beside_an_engine_and_ipc_holds_the_largest_weight() -> None:
     mib = 1024 * 1024
     for largest, ipc in ((100 * mib, 1024 * mib), (2500 * mib, 2500 * mib)):
