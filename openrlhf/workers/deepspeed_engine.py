@@ -31,6 +31,7 @@ from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.checkpoint_fit import Setup, check_fit
+from openrlhf.workers.checkpoint_writes import Writes
 from openrlhf.workers.deepspeed_config import deepspeed_config, offloads_adam, on_gpu, tame_deepspeed
 from openrlhf.workers.distributed import any_rank, barrier, raise_together
 from openrlhf.workers.frozen import FrozenWeights
@@ -391,19 +392,21 @@ class TrainEngine:
         ones. All ranks call it.
 
         Raises:
-            CheckpointError: this rank could not write its part; earlier checkpoints are untouched.
-            DistributedError: rank 0 could not finish it.
+            DistributedError: a rank could not write its part (earlier checkpoints are untouched), or rank 0 could not
+                finish it.
         """
         self._require_training("save_checkpoint")
         root = Path(root)
         scratch = root / files.writing_tag(tag)
         first = dist.get_rank() == 0
-        with files.explained_writes(root / tag):
-            if first:
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(parents=True)
-            barrier(f"start of checkpoint {tag}")
-            state = {"client_state": client_state, "step_count": self.step_count}
+        writes = Writes(root / tag)
+        if first:
+            shutil.rmtree(scratch, ignore_errors=True)
+            writes.run(scratch.mkdir, parents=True)
+        barrier(f"start of checkpoint {tag}")
+        writes.raise_together()
+        state = {"client_state": client_state, "step_count": self.step_count}
+        with files.explained_writes(root / tag), writes.of_deepspeed(self._engine):
             self._engine.save_checkpoint(
                 str(root),
                 tag=scratch.name,
@@ -411,10 +414,11 @@ class TrainEngine:
                 save_latest=False,
                 exclude_frozen_parameters=self._quantized,
             )
-            torch.save(files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
-            if first and self.average is not None:
-                torch.save(self.average.weights, scratch / files.AVERAGE)
+        writes.run(torch.save, files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
+        if first and self.average is not None:
+            writes.run(torch.save, self.average.weights, scratch / files.AVERAGE)
         barrier(f"end of checkpoint {tag}")
+        writes.raise_together()
         problem = ""
         if first:
             try:

@@ -20,7 +20,7 @@ DEFAULT_TIMEOUT_S = 1800
 
 
 class DistributedError(ExplainedError, RuntimeError):
-    """Ranks did not meet in time, rank 0 failed at what all wait for, or the launcher's environment makes no sense."""
+    """Ranks did not meet in time, one failed at what all wait for, or the launcher's environment makes no sense."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,16 @@ def broadcast_object(value: Any) -> Any:
 
 
 def raise_together(problem: str, what: str) -> None:
-    """Let every rank fail when rank 0 did, instead of waiting for it.
+    """Let every rank fail when one did, instead of waiting for it; all ranks call it.
 
     Raises:
-        DistributedError: rank 0 has a problem.
+        DistributedError: a rank has a problem; of several, the first one's is told.
     """
-    told = broadcast_object(problem)
-    if told:
-        raise DistributedError(f"{what} failed: {told}")
+    if not any_rank(bool(problem)):
+        return
+    told = [problem]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        told *= dist.get_world_size()
+        dist.all_gather_object(told, problem)
+    rank = next(rank for rank, text in enumerate(told) if text)
+    raise DistributedError(f"{what} failed{f' on rank {rank}' if rank else ''}: {told[rank]}")
