@@ -21,9 +21,9 @@ from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
-from openrlhf.workers.checkpoint_files import explained_writes
+from openrlhf.workers.checkpoint_files import write_problem
 from openrlhf.workers.deepspeed_engine import NonFiniteError, TrainEngine
-from openrlhf.workers.distributed import World, broadcast_object
+from openrlhf.workers.distributed import World, broadcast_object, raise_together
 from openrlhf.workers.frozen import own_parts
 
 logger = get_logger(__name__)
@@ -56,6 +56,7 @@ def reference_logprobs(
 
     Raises:
         NonFiniteError: the model gives log-probs that are NaN or infinite.
+        DistributedError: rank 0 could not keep them for a resume.
     """
     key = _key(cfg, path, wanted) if world.is_first else ""
     file = Path(cfg.run_folder) / CACHE_FILE
@@ -80,8 +81,8 @@ def reference_logprobs(
     del policy, engine, backoff
     gc.collect()
     platform.empty_cache()
-    if world.is_first and cfg.save_steps > 0:
-        _write(file, key, result)
+    if cfg.save_steps > 0:
+        raise_together(_write(file, key, result) if world.is_first else "", f"writing {file}")
     return result
 
 
@@ -133,9 +134,13 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
     return saved["logprobs"]
 
 
-def _write(file: Path, key: str, result: dict[str, Tensor]) -> None:
+def _write(file: Path, key: str, result: dict[str, Tensor]) -> str:
+    """Keep the log-probs; returns what went wrong."""
     scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    with explained_writes(file):
+    try:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"key": key, "logprobs": result}, scratch)
         os.replace(scratch, file)
+    except (OSError, RuntimeError) as error:
+        return write_problem(error, file)
+    return ""

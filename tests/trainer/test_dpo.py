@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.batching import pack
 from openrlhf.datasets.sources import DataError
 from openrlhf.trainer.dpo import DPOTrainer
-from openrlhf.trainer.reference import require_scored
+from openrlhf.trainer.reference import CACHE_FILE, _read, _write, require_scored
 from openrlhf.trainer.sequences import answer_logprobs
 from openrlhf.workers.messages import CUTS
 
@@ -173,3 +174,15 @@ class TestRuns:
         assert preference_runs.statuses("train_dpo") == [0, 1]
         log = (preference_runs.folder / "log_1_0.txt").read_text()
         assert "error: ./pairs.jsonl has no column for --prompt_key 'missing'; its columns are: " in log
+
+
+def test_the_reference_s_log_probs_are_kept_for_a_resume_or_it_is_told_why_not(tmp_path: Path) -> None:
+    """The rank that writes says so to the others, instead of leaving them alone."""
+    file = tmp_path / "run" / CACHE_FILE
+    logprobs = {"train": torch.tensor([-1.5, -2.0], dtype=torch.float64)}
+    assert _write(file, "key", logprobs) == "" and _read(file, "other") is None
+    found = _read(file, "key")
+    assert found is not None and torch.equal(found["train"], logprobs["train"])
+    (tmp_path / "taken").touch()
+    problem = _write(tmp_path / "taken" / CACHE_FILE, "key", logprobs)
+    assert problem.startswith("FileExistsError: ") and " GiB are free there" in problem
