@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from openrlhf.cluster.group import PendingCall, WorkerGroup
+from openrlhf.cluster.group import NESTED_SECONDS, PendingCall, WorkerGroup
 from openrlhf.utils.network import GLOO_INTERFACE, address_towards, interface_of
 from openrlhf.workers.model_worker import form_groups
 from openrlhf.workers.rendezvous import join_group, open_store
@@ -70,4 +70,4 @@ def test_collectives_of_a_role_may_take_as_long_as_its_calls(monkeypatch: pytest
     monkeypatch.setattr(PendingCall, "results", lambda calls, timeout: [[("host", 12)]])
     monkeypatch.setattr(group, "submit", lambda *call: submitted.append(call))
     form_groups([group], 7.0)
-    assert submitted == [("join", "host", 12, 7.0, 3600.0)]
+    assert submitted == [("join", "host", 12, 7.0, 3600.0 + NESTED_SECONDS)]
