@@ -294,7 +294,7 @@ def _placement(changer: _Changer, cfg: PPOConfig) -> None:
         note = "--vllm_enable_sleep is off: engines have GPUs of their own without --colocate_all_models"
         changer.set("vllm_enable_sleep", False, "no --colocate_all_models", note)
     if cfg.deepspeed_enable_sleep and cfg.adam_offload:
-        changer.note("--deepspeed_enable_sleep moves no optimizer state: --adam_offload keeps it on the CPU")
+        changer.note("--deepspeed_enable_sleep moves weights only: --adam_offload keeps the optimizer on the CPU")
     if cfg.ref_reward_offload:
         changer.set("ref_offload", True, "--ref_reward_offload")
         changer.set("reward_offload", True, "--ref_reward_offload")

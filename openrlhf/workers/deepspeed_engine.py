@@ -147,8 +147,10 @@ class TrainEngine:
         if not self.training:
             self.module.requires_grad_(False).eval()
         self._frozen: FrozenWeights | None = None
-        if not self.training and not (param_offload and self._stage == 3):
-            self._frozen = FrozenWeights(self.module, self.device)
+        if self.training:  # of LoRA, nearly the whole model
+            self._frozen = FrozenWeights((p for p in self.module.parameters() if not p.requires_grad), self.device)
+        elif not (param_offload and self._stage == 3):
+            self._frozen = FrozenWeights((*self.module.parameters(), *self.module.buffers()), self.device)
             if param_offload:
                 self._frozen.to_cpu()
             else:
@@ -513,18 +515,18 @@ class TrainEngine:
     def offload_states(self) -> None:
         """Move what the device does not need while rollout engines use it to the CPU (``--deepspeed_enable_sleep``).
 
-        Nothing moves on a CPU, or with ``--adam_offload``, whose states are on the CPU already. Until
+        Nothing moves on a CPU. With ``--adam_offload``, whose states are on the CPU already, weights do. Until
         :meth:`reload_states` everything that needs the weights is refused, everywhere.
         """
         self._asleep = True
         if not on_gpu():
             return
-        if not self.training and self._engine is not None:
+        if self.training:
+            offload_engine(self._engine, self._stage)
+        elif self._engine is not None:
             self._engine.empty_partition_cache()  # the small weights, of which ZeRO-3 keeps the whole on each rank
         if self._frozen is not None:
             self._frozen.to_cpu()
-        elif self.training and not self.opts.adam_offload:
-            offload_engine(self._engine, self._stage)
         platform.synchronize()
         platform.empty_cache()
 
@@ -533,9 +535,8 @@ class TrainEngine:
         self._asleep = False
         if not on_gpu():
             return
-        if self._frozen is not None:
-            if not self.param_offload:
-                self._frozen.to_device()
-        elif self.training and not self.opts.adam_offload:
+        if self._frozen is not None and not self.param_offload:
+            self._frozen.to_device()
+        if self.training:
             self._engine.reload_states(non_blocking=True)
         platform.synchronize()

@@ -1,28 +1,29 @@
-"""Weights of a frozen model that leave the GPU and come back: there is nothing to copy on the way out."""
+"""Weights that nobody trains leave the GPU and come back: there is nothing to copy on the way out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrlhf.models.partition import is_partitioned
 
 
 class FrozenWeights:
-    """Moves a module's parameters and buffers between a GPU and one pinned copy in CPU memory.
+    """Moves parameters and buffers between a GPU and one pinned copy in CPU memory.
 
     The weights never change, so they are copied to the CPU once, at the first :meth:`to_cpu`; later ones only drop the
     GPU's copy. Pinned memory comes back at the speed of the bus. Tied parameters stay tied: what is moved is the
     parameter's data, once. Of parameters that ZeRO-3 has spread over ranks, it is this rank's part.
 
     Args:
-        module: frozen for as long as this object is used.
+        weights: frozen for as long as this object is used.
         device: a CUDA device; with a CPU nothing moves.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._tensors = [part for p in module.parameters() for part in own_parts(p)]
-        self._tensors += module.buffers()
+    def __init__(self, weights: Iterable[Tensor], device: torch.device) -> None:
+        self._tensors = [part for weight in weights for part in own_parts(weight)]
         self._device = device
         self._copies: list[Tensor] | None = None
 

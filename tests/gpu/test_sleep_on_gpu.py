@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "whole": {},
     "muon": {},
     "lora": {"lora_rank": 4},
+    "adam_offload": {"adam_offload": True},
     "4-bit": {"lora_rank": 4, "load_in_4bit": True},
 }
 
@@ -59,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_sleep_between_steps_changes_nothing(
     folder: str, kind: str, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And asleep a model holds hardly anything on the GPU, whatever of it is trained."""
     if kind == "4-bit":
         pytest.importorskip("bitsandbytes")
     from openrlhf.workers import deepspeed_engine
@@ -83,13 +87,17 @@ def test_sleep_between_steps_changes_nothing(
         opts = options(zero_stage=stage, param_dtype="bf16", gradient_checkpointing=True, **KINDS[kind])
         muon = MuonSpec(lr=1e-6, dtype=torch.bfloat16) if kind == "muon" else None
         torch.manual_seed(0)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         engine = TrainEngine(PolicyModel(load_causal_lm(folder, opts)), opts, OptimizerSpec(1e-6, muon=muon))
+        size = sum(math.prod(shape) * 2 for _, _, shape in engine.parameter_meta())
         seen = []
         for _ in range(3):
             for _ in engine.gathered_parameters():
                 pass  # as a weight sync does
             if sleep:
                 engine.offload_states()
+                assert torch.cuda.memory_allocated() - before < size / 4
                 engine.reload_states()
             engine.train()
             out = engine(batch.to(engine.device)).logprobs
