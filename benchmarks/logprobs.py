@@ -124,7 +124,7 @@ def packing_case(way: str, repeats: int) -> dict[str, float]:
     vocabulary = model.config.vocab_size
     sequences = [torch.randint(3, vocabulary, (length,), generator=generator) for length in SKEWED]
     if way == "packed":
-        batches = plan_micro_batches(list(SKEWED), 1, max_tokens=cap).ranks[0]
+        batches = plan_micro_batches(list(SKEWED), 1, max_tokens=cap)[0]
     else:
         rows = cap // max(SKEWED)
         batches = [list(range(i, min(i + rows, len(SKEWED)))) for i in range(0, len(SKEWED), rows)]

@@ -8,48 +8,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from openrlhf.utils.errors import ExplainedError
-
-
-class OversizedSequenceError(ExplainedError, ValueError):
-    """A sequence alone has more tokens than one micro-batch may hold."""
+BatchPlan = list[list[list[int]]]
+"""``plan[r][m]`` lists the sequences of micro-batch ``m`` on rank ``r``, equally many micro-batches on all ranks. Where
+the list is empty, the rank takes part in that forward pass with a stand-in
+(:func:`openrlhf.batching.microbatch.pack` makes it)."""
 
 
-@dataclass(frozen=True)
-class SequenceCost:
-    """Relative compute of a sequence of ``L`` tokens: ``linear * L + quadratic * L ** 2``.
+def sequence_cost(length: int) -> float:
+    """Relative compute of a sequence: matrix products of the layers, and attention, which is quadratic.
 
-    The linear part are the matrix products of the layers, the quadratic part is attention. The defaults fit a
-    transformer of hidden size 2048, where attention overtakes the rest at about 25,000 tokens.
+    It fits a transformer of hidden size 2048, where attention overtakes the rest at about 25,000 tokens.
     """
-
-    linear: float = 1.0
-    quadratic: float = 1.0 / (12 * 2048)
-
-    def __post_init__(self) -> None:
-        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
-            raise ValueError(f"cost coefficients must be >= 0 and not both 0, got {self}")
-
-    def __call__(self, length: int) -> float:
-        return self.linear * length + self.quadratic * length * length
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """``ranks[r][m]`` lists the sequences of micro-batch ``m`` on rank ``r``.
-
-    All ranks have the same number of micro-batches. An empty list means that the rank still has to take
-    part in that forward pass, with a stand-in (:func:`openrlhf.batching.microbatch.pack` makes it).
-    """
-
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches on each rank."""
-        return len(self.ranks[0])
+    return length + length * length / (12 * 2048)
 
 
 def plan_micro_batches(
@@ -58,7 +29,6 @@ def plan_micro_batches(
     *,
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
-    cost: SequenceCost | None = None,
 ) -> BatchPlan:
     """Distribute sequences over ranks and micro-batches with balanced compute.
 
@@ -72,20 +42,17 @@ def plan_micro_batches(
         ranks: number of data-parallel ranks.
         micro_batch_size: most sequences in a micro-batch.
         max_tokens: most tokens in a micro-batch. At least one of the two limits is needed; both may be given.
-        cost: compute of a sequence; default :class:`SequenceCost`.
 
     Raises:
-        OversizedSequenceError: a sequence is longer than ``max_tokens``.
         ValueError: a limit, a length or the number of ranks makes no sense.
     """
     _check_limits(lengths, ranks, micro_batch_size, max_tokens)
     if not lengths:
-        return BatchPlan(tuple(() for _ in range(ranks)))
+        return [[] for _ in range(ranks)]
     # with no token limit (or no count limit) a limit that cannot be reached keeps the code below simple
     token_cap = max_tokens if max_tokens is not None else sum(lengths)
     count_cap = micro_batch_size if micro_batch_size is not None else len(lengths)
-    cost = cost or SequenceCost()
-    costs = [cost(n) for n in lengths]
+    costs = [sequence_cost(n) for n in lengths]
 
     fitting = _first_fit(lengths, token_cap, count_cap)
     most = -(-len(fitting) // ranks)
@@ -110,15 +77,11 @@ def _check_limits(lengths: Sequence[int], ranks: int, micro_batch_size: int | No
     empty = [i for i, n in enumerate(lengths) if n < 1]
     if empty:
         raise ValueError(f"sequences {empty[:20]} have no tokens; remove them before planning")
-    if max_tokens is not None:
-        over = [i for i, n in enumerate(lengths) if n > max_tokens]
-        if over:
-            longest = max(lengths)
-            raise OversizedSequenceError(
-                f"{len(over)} sequence(s) are longer than the {max_tokens} tokens that one micro-batch "
-                f"may hold: indices {over[:20]}, longest {longest}. Raise the token limit to that "
-                f"(--train_max_tokens_per_gpu / --rollout_max_tokens_per_gpu) or lower --max_len"
-            )
+    over = [i for i, n in enumerate(lengths) if max_tokens is not None and n > max_tokens]
+    if over:
+        raise ValueError(
+            f"sequences {over[:20]} exceed the {max_tokens} tokens of a micro-batch, the longest has {max(lengths)}"
+        )
 
 
 def _first_fit(lengths: Sequence[int], token_cap: int, count_cap: int) -> list[list[int]]:
@@ -169,13 +132,13 @@ def _assign(bins: list[list[int]], costs: Sequence[float], ranks: int) -> BatchP
     loads = [sum(costs[i] for i in members) for members in bins]
     order = sorted(range(len(bins)), key=lambda b: (-loads[b], bins[b]))
     work = [0.0] * ranks
-    plan: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
+    plan: BatchPlan = [[] for _ in range(ranks)]
     for start in range(0, len(order), ranks):
         takers = sorted(range(ranks), key=lambda r: (work[r], r))
         for rank, b in zip(takers, order[start : start + ranks], strict=True):
-            plan[rank].append(tuple(sorted(bins[b])))
+            plan[rank].append(sorted(bins[b]))
             work[rank] += loads[b]
-    return BatchPlan(tuple(tuple(batches) for batches in plan))
+    return plan
 
 
 def split_optimizer_steps(group_ids: Sequence[int], samples_per_step: int) -> list[list[int]]:

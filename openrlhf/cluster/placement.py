@@ -119,9 +119,8 @@ class PlacementPlan:
 
 def roles_of(cfg: PPOConfig) -> dict[str, Role]:
     """The roles that a configuration needs, by name; see :func:`gpus_per_role`."""
-    gpus = gpus_per_role(cfg)[0]
-    roles = {name: Role(name, count) for name, count in gpus.items() if name != "engines"}
-    if "engines" in gpus:
+    roles = {name: Role(name, gpus) for name, gpus in gpus_per_role(cfg)[0].items()}
+    if "engine" in roles:
         roles["engine"] = Role("engine", cfg.vllm_num_engines, cfg.vllm_tensor_parallel_size)
     return roles
 
@@ -137,10 +136,9 @@ def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
         PlacementError: roles that must share devices need different numbers of them.
     """
     roles = roles_of(cfg)
-    together = [["engine" if name == "engines" else name for name in names] for names in sharing_roles(cfg).values()]
     groups: list[Group] = []
     placed: set[str] = set()
-    for names in together:
+    for names in sharing_roles(cfg).values():
         members = tuple(roles[name] for name in names if name in roles)
         if members:
             groups.append(Group(members))

@@ -155,7 +155,7 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
     """
     engines = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
     if cfg.rollout_only:
-        return {"engines": engines}, engines
+        return {"engine": engines}, engines
     gpus = {"actor": cfg.actor_num_nodes * cfg.actor_num_gpus_per_node}
     if cfg.init_kl_coef > 0:
         gpus["ref"] = cfg.ref_num_nodes * cfg.ref_num_gpus_per_node
@@ -164,7 +164,7 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
     if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
         gpus["reward"] = cfg.reward_num_nodes * cfg.reward_num_gpus_per_node
     if not cfg.load_rollouts:
-        gpus["engines"] = engines
+        gpus["engine"] = engines
     guests = {role for roles in sharing_roles(cfg).values() for role in [r for r in roles if r in gpus][1:]}
     return gpus, sum(count for role, count in gpus.items() if role not in guests)
 
@@ -173,7 +173,7 @@ def sharing_roles(cfg: PPOConfig) -> dict[str, tuple[str, ...]]:
     """Roles that share their GPUs with one another where they exist, the actor first, by the flag that says so."""
     if cfg.colocate_all_models:
         models = ("actor", "ref", "critic", "reward")
-        return {"colocate_all_models": models if cfg.async_train else (*models, "engines")}
+        return {"colocate_all_models": models if cfg.async_train else (*models, "engine")}
     pairs = (
         ("colocate_actor_ref", cfg.colocate_actor_ref, ("actor", "ref")),
         ("colocate_critic_reward", cfg.colocate_critic_reward, ("critic", "reward")),

@@ -305,7 +305,7 @@ def _check_batches(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violat
     world = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
     model_size = data_copies(cfg)
     for role, gpus in gpus_per_role(cfg)[0].items():
-        if role != "engines" and gpus % model_size:
+        if role != "engine" and gpus % model_size:
             yield Violation(
                 f"{role}_num_gpus_per_node",
                 f"{gpus} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
@@ -354,7 +354,7 @@ def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
     for flag, roles in sharing_roles(cfg).items():
         leader, *guests = [role for role in roles if role in gpus] or [""]
         for role in guests:
-            if role == "engines":
+            if role == "engine":
                 if gpus[role] != gpus[leader]:
                     yield Violation(
                         flag,

@@ -101,7 +101,7 @@ def forward_batches(
     """
     lengths = [len(ids) for ids in sequences]
     plan = _plan(lengths, ranks, cfg, cfg.micro_rollout_batch_size, _rollout_tokens(cfg))
-    return [[_packed(sequences, {}, images, indices) for indices in rank] for rank in plan.ranks]
+    return [[_packed(sequences, {}, images, indices) for indices in rank] for rank in plan]
 
 
 def _packed(
@@ -357,7 +357,7 @@ def step_batches(
             [len(sequences[i]) for i in indices], ranks, cfg, cfg.micro_train_batch_size, cfg.train_max_tokens_per_gpu
         )
         denominators = step_denominators([masks[i] for i in indices], constant=loss_constant(cfg))
-        for rank, micro_batches in enumerate(plan.ranks):
+        for rank, micro_batches in enumerate(plan):
             packed = tuple(_packed(sequences, data, images, [indices[i] for i in part]) for part in micro_batches)
             result[rank].append(StepBatch(packed, denominators, kl_coef, planned / len(steps)))
     return result

@@ -68,7 +68,7 @@ def micro_batches(
         micro_batch_size=None if limits.packing else limits.groups,
         max_tokens=limits.groups * limits.group_tokens if limits.packing else None,
     )
-    for members in plan.ranks[engine.data_parallel_rank]:
+    for members in plan[engine.data_parallel_rank]:
         parts = sequences.fetch([index for i in members for index in groups[i]])
         batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
         if parts:

@@ -76,7 +76,7 @@ class SFTTrainer(SupervisedTrainer):
             max_tokens=self._max_tokens if self._packing else None,
         )
         ids, masks = [ids for ids, _ in rows], [mask for _, mask in rows]
-        for members in plan.ranks[self.engine.data_parallel_rank]:
+        for members in plan[self.engine.data_parallel_rank]:
             yield pack(ids, {"mask": masks}, members).to(self.engine.device)
 
     def accumulate(self, rows: list[int]) -> MetricSum:

@@ -124,7 +124,7 @@ def run_layout(batch: Batch, name: str, mode: str, ranks: int, **limits: int) ->
     tokens = [list(range(n)) for n in batch.lengths]
     plan = plan_micro_batches(batch.lengths, ranks, **limits)
     total = torch.zeros(())
-    for micro_batches in plan.ranks:
+    for micro_batches in plan:
         for indices in micro_batches:  # empty ones run their one-token stand-in
             loss = step_loss(batch, weights, pack(tokens, cut, indices), name, mode)
             loss.backward()

@@ -74,7 +74,7 @@ def test_plan_pack_unpack_is_the_identity(lengths: list[int], ranks: int, seed: 
     sequences = [rng.integers(0, 100, n) for n in lengths]
     columns = {"x": [rng.normal(size=n) for n in lengths]}
     plan = plan_micro_batches(lengths, ranks, max_tokens=16)
-    packed = [pack(sequences, columns, list(batch)) for rank in plan.ranks for batch in rank]
+    packed = [pack(sequences, columns, batch) for rank in plan for batch in rank]
     back = unpack(packed, [batch.columns["x"] for batch in packed], len(lengths))
     for got, want in zip(back, columns["x"], strict=True):
         assert got.tolist() == want.tolist()

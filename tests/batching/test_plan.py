@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from openrlhf.batching.plan import (
     BatchPlan,
-    OversizedSequenceError,
-    SequenceCost,
     plan_micro_batches,
+    sequence_cost,
     split_optimizer_steps,
 )
 
@@ -19,7 +18,7 @@ quick = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def members(plan: BatchPlan) -> list[int]:
-    return sorted(i for rank in plan.ranks for batch in rank for i in batch)
+    return sorted(i for rank in plan for batch in rank for i in batch)
 
 
 @given(
@@ -36,9 +35,9 @@ def test_every_plan_keeps_its_promises(
         max_tokens = 64
     plan = plan_micro_batches(lengths, ranks, micro_batch_size=micro_batch_size, max_tokens=max_tokens)
     assert members(plan) == list(range(len(lengths)))
-    assert len(plan.ranks) == ranks
-    assert all(len(batches) == plan.num_micro_batches for batches in plan.ranks)
-    for batches in plan.ranks:
+    assert len(plan) == ranks
+    assert all(len(batches) == len(plan[0]) for batches in plan)
+    for batches in plan:
         for batch in batches:
             assert micro_batch_size is None or len(batch) <= micro_batch_size
             assert max_tokens is None or sum(lengths[i] for i in batch) <= max_tokens
@@ -46,42 +45,37 @@ def test_every_plan_keeps_its_promises(
     assert again == plan
     if max_tokens is None and micro_batch_size is not None:
         needed = -(-len(lengths) // micro_batch_size)
-        assert plan.num_micro_batches == -(-needed // ranks)
+        assert len(plan[0]) == -(-needed // ranks)
     # no more micro-batches than two half-full ones for each that is needed
     if micro_batch_size is None and max_tokens is not None and lengths:
-        assert plan.num_micro_batches * ranks < 2 * sum(lengths) / max_tokens + 1 + ranks
+        assert len(plan[0]) * ranks < 2 * sum(lengths) / max_tokens + 1 + ranks
 
 
 def test_token_cap_is_never_exceeded() -> None:
     plan = plan_micro_batches([6, 6, 6, 5], 1, max_tokens=10)
-    assert plan.num_micro_batches == 4 and members(plan) == [0, 1, 2, 3]
+    assert len(plan[0]) == 4 and members(plan) == [0, 1, 2, 3]
     two = plan_micro_batches([6, 6, 6, 5], 2, max_tokens=11)
-    assert two.num_micro_batches == 2  # {6}, {6}, {6, 5} and an empty one, or {6}, {6}, {6}, {5}
+    assert len(two[0]) == 2  # {6}, {6}, {6, 5} and an empty one, or {6}, {6}, {6}, {5}
     assert members(two) == [0, 1, 2, 3]
 
 
 def test_tight_packing_is_found_where_balancing_fails() -> None:
     # longest first to the emptiest leaves {5, 2}, {4, 3} and no room for a 2; first fit has {5, 3}, {4, 2, 2}
     plan = plan_micro_batches([4, 3, 2, 2, 5], 1, max_tokens=8)
-    assert plan.ranks == (((1, 4), (0, 2, 3)),)
-
-
-def test_oversized_sequence_is_a_named_error() -> None:
-    with pytest.raises(OversizedSequenceError, match=r"10 tokens .*indices \[1\], longest 14"):
-        plan_micro_batches([6, 14], 1, max_tokens=10)
+    assert plan == [[[1, 4], [0, 2, 3]]]
 
 
 def test_fewer_sequences_than_ranks() -> None:
     plan = plan_micro_batches([5], 3, micro_batch_size=4)
-    assert sorted(plan.ranks) == [((),), ((),), ((0,),)]
-    assert plan_micro_batches([], 2, max_tokens=8).ranks == ((), ())
+    assert sorted(plan) == [[[]], [[]], [[0]]]
+    assert plan_micro_batches([], 2, max_tokens=8) == [[], []]
 
 
 def test_ranks_and_concurrent_micro_batches_are_balanced() -> None:
     lengths = [4000, 100, 100, 100, 3900, 100, 100, 100, 2000, 2100, 2050, 1950]
-    cost = SequenceCost(1.0, 1 / 1000)
-    plan = plan_micro_batches(lengths, 2, max_tokens=4500, cost=cost)
-    work = [[sum(cost(lengths[i]) for i in batch) for batch in batches] for batches in plan.ranks]
+    lengths = [25 * n for n in lengths]  # so long that attention is what costs
+    plan = plan_micro_batches(lengths, 2, max_tokens=25 * 4500)
+    work = [[sum(sequence_cost(lengths[i]) for i in batch) for batch in batches] for batches in plan]
     totals = [sum(batches) for batches in work]
     assert max(totals) / min(totals) < 1.1
     # ranks wait for each other at every micro-batch
@@ -94,9 +88,8 @@ def test_ranks_and_concurrent_micro_batches_are_balanced() -> None:
 def test_long_tailed_lengths_are_balanced(seed: int, limits: dict[str, int], least: float) -> None:
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.lognormal(6.0, 1.0, size=256).clip(1, 6000)]
-    cost = SequenceCost()
     plan = plan_micro_batches(lengths, 4, **limits)
-    work = [[sum(cost(lengths[i]) for i in batch) for batch in batches] for batches in plan.ranks]
+    work = [[sum(sequence_cost(lengths[i]) for i in batch) for batch in batches] for batches in plan]
     totals = [sum(batches) for batches in work]
     assert min(totals) > least * max(totals)
     assert sum(max(row) for row in zip(*work, strict=True)) < 1.08 * sum(totals) / 4
@@ -104,12 +97,14 @@ def test_long_tailed_lengths_are_balanced(seed: int, limits: dict[str, int], lea
 
 
 def test_quadratic_cost_changes_the_balance() -> None:
-    lengths = [80, 20, 20, 20, 20]
-    linear = plan_micro_batches(lengths, 2, max_tokens=160, cost=SequenceCost(1.0, 0.0))
-    assert sorted(linear.ranks) == [((0,),), ((1, 2, 3, 4),)]
-    # 80^2 + 80 = 6480 against 4 * 420: even alone, the long one dominates; nothing may join it
-    quadratic = plan_micro_batches([80, 80, 20, 20], 2, max_tokens=200, cost=SequenceCost(0.0, 1.0))
-    assert sorted(quadratic.ranks) == [((0, 2),), ((1, 3),)]
+    # 2,500 tokens against 4 x 625: nearly the same work
+    short = plan_micro_batches([2500, 625, 625, 625, 625], 2, max_tokens=5000)
+    assert sorted(short) == [[[0]], [[1, 2, 3, 4]]]
+    # attention makes a sequence of 100,000 tokens dearer than the others together, although they have more
+    long = plan_micro_batches([100_000, *[10_000] * 12], 2, max_tokens=200_000)
+    assert sorted(long) == [[[0]], [list(range(1, 13))]]
+    even = plan_micro_batches([50_000, 50_000, 10_000, 10_000], 2, max_tokens=120_000)
+    assert sorted(even) == [[[0, 2]], [[1, 3]]]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +114,7 @@ def test_quadratic_cost_changes_the_balance() -> None:
         ({"lengths": [1], "ranks": 1}, "give micro_batch_size, max_tokens or both"),
         ({"lengths": [1], "ranks": 1, "micro_batch_size": 0}, "micro_batch_size must be"),
         ({"lengths": [1], "ranks": 1, "max_tokens": 0}, "max_tokens must be"),
+        ({"lengths": [6, 14], "ranks": 1, "max_tokens": 10}, r"sequences \[1\] .* 10 tokens .* longest has 14"),
         ({"lengths": [3, 0], "ranks": 1, "max_tokens": 4}, r"sequences \[1\] have no tokens"),
     ],
 )
@@ -127,16 +123,11 @@ def test_senseless_arguments_are_refused(arguments: dict, message: str) -> None:
         plan_micro_batches(**arguments)
 
 
-def test_negative_cost_is_refused() -> None:
-    with pytest.raises(ValueError, match="cost coefficients"):
-        SequenceCost(-1.0, 0.0)
-
-
 def test_large_rollout_is_planned_quickly() -> None:
     lengths = [1 + (i * 7919) % 2000 for i in range(4096)]
     plan = plan_micro_batches(lengths, 8, max_tokens=4096)
     assert members(plan) == list(range(4096))
-    assert plan.num_micro_batches <= 1.15 * sum(lengths) / 4096 / 8 + 1
+    assert len(plan[0]) <= 1.15 * sum(lengths) / 4096 / 8 + 1
 
 
 # --- optimizer steps -----------------------------------------------------------------------------------
@@ -174,7 +165,7 @@ def test_ranks_with_unequal_shares_take_part_in_equally_many_steps() -> None:
     assert [len(step) for step in steps] == [4, 4]
     for step in steps:
         plan = plan_micro_batches([3] * len(step), 2, micro_batch_size=1)
-        assert [len(rank) for rank in plan.ranks] == [2, 2] and members(plan) == [0, 1, 2, 3]
+        assert [len(rank) for rank in plan] == [2, 2] and members(plan) == [0, 1, 2, 3]
 
 
 def test_step_size_must_be_positive() -> None:

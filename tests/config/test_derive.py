@@ -121,12 +121,12 @@ def test_prompt_limit(values: dict[str, Any], limit: int) -> None:
 @pytest.mark.parametrize(
     ("values", "gpus", "total"),
     [
-        ({}, {"actor": 1, "ref": 8, "critic": 8, "engines": 1}, 18),
-        ({"init_kl_coef": 0.0, "advantage_estimator": "reinforce"}, {"actor": 1, "engines": 1}, 2),
-        ({"colocate_all_models": True}, {"actor": 1, "ref": 1, "critic": 1, "engines": 1}, 1),
+        ({}, {"actor": 1, "ref": 8, "critic": 8, "engine": 1}, 18),
+        ({"init_kl_coef": 0.0, "advantage_estimator": "reinforce"}, {"actor": 1, "engine": 1}, 2),
+        ({"colocate_all_models": True}, {"actor": 1, "ref": 1, "critic": 1, "engine": 1}, 1),
         (
             {"colocate_actor_ref": True, "advantage_estimator": "reinforce"},
-            {"actor": 1, "ref": 1, "engines": 1},
+            {"actor": 1, "ref": 1, "engine": 1},
             2,
         ),
         (
@@ -136,16 +136,16 @@ def test_prompt_limit(values: dict[str, Any], limit: int) -> None:
                 "colocate_critic_reward": True,
                 "init_kl_coef": 0,
             },
-            {"actor": 1, "critic": 8, "reward": 8, "engines": 1},
+            {"actor": 1, "critic": 8, "reward": 8, "engine": 1},
             10,
         ),
         (
             {"vllm_num_engines": 2, "vllm_tensor_parallel_size": 2, "advantage_estimator": "reinforce"},
-            {"actor": 1, "ref": 8, "engines": 4},
+            {"actor": 1, "ref": 8, "engine": 4},
             13,
         ),
         ({"load_rollouts": ".", "advantage_estimator": "reinforce"}, {"actor": 1, "ref": 8}, 9),
-        ({"rollout_only": True, "dump_rollouts": "dump"}, {"engines": 1}, 1),
+        ({"rollout_only": True, "dump_rollouts": "dump"}, {"engine": 1}, 1),
     ],
 )
 def test_gpus(values: dict[str, Any], gpus: dict[str, int], total: int) -> None:

@@ -40,7 +40,7 @@ def test_explain_shows_origins_and_arithmetic(tmp_path: Path, capsys: pytest.Cap
         "micro-batches of a rank in an optimizer step: 32 / (4 x 8) = 1",
         "rollouts: 15",
         "total optimizer steps: 30, 1 of them warm-up",
-        "GPUs (or ranks, on CPU): 25 in all; actor 8, ref 8, critic 8, engines 1",
+        "GPUs (or ranks, on CPU): 25 in all; actor 8, ref 8, critic 8, engine 1",
     ):
         assert line in lines
     frozen = "--rollout_batch_size 8 --num_rows 40 --freezing_actor_steps 1".split()
@@ -52,11 +52,11 @@ def test_explain_shows_origins_and_arithmetic(tmp_path: Path, capsys: pytest.Cap
 def test_explain_half_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "explain", PPO, *REQUIRED[PPO], "--load_rollouts", ".", "--num_rows", "40")
     assert (
-        "rollouts: those in ." in out and "total optimizer steps" not in out and "engines" not in out.split("GPUs (")[1]
+        "rollouts: those in ." in out and "total optimizer steps" not in out and "engine" not in out.split("GPUs (")[1]
     )
     flags = ["--rollout_only", "--dump_rollouts", "dump", "--num_rows", "2048"]
     _, out, _ = run(capsys, "explain", PPO, *REQUIRED[PPO], *flags)
-    assert "rollouts: 2\n  nothing is trained\n  GPUs (or ranks, on CPU): 1 in all; engines 1" in out
+    assert "rollouts: 2\n  nothing is trained\n  GPUs (or ranks, on CPU): 1 in all; engine 1" in out
 
 
 def test_explain_counts_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
