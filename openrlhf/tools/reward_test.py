@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,11 @@ from openrlhf.datasets import text as texts
 from openrlhf.datasets.sources import DataError, load_rows, require_columns
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.dump import dump_files, read_rollout_dump
-from openrlhf.rollout.errors import RewardError
-from openrlhf.rollout.rewards import RewardRequest, RewardResult, RewardSource, make_reward_source
+from openrlhf.rollout.rewards import RewardClient, RewardRequest, RewardResult, RewardSource, make_reward_source
+from openrlhf.rollout.rewards.client import BATCH_SIZE, NoReward
+from openrlhf.rollout.usercode import gather_all
 from openrlhf.tools.report import Report
 
-BATCH_SIZE, CONCURRENCY = 16, 16
-"""As in training: samples of one call, and calls at the same time."""
 BINS, BAR = 10, 40
 _SHOWN_FAILURES = 3
 
@@ -31,14 +30,14 @@ class Scoring:
     """What a reward said about samples.
 
     Attributes:
-        results: one a sample, an error where it gave no reward.
+        outcomes: one a sample.
         seconds: of every call, failed ones included.
         wall: seconds of all of it.
     """
 
-    results: list[RewardResult | RewardError]
-    seconds: list[float] = field(default_factory=list)
-    wall: float = 0.0
+    outcomes: list[RewardResult | NoReward]
+    seconds: list[float]
+    wall: float
 
 
 def reward_test(cfg: RewardTestConfig) -> Report:
@@ -51,14 +50,20 @@ def reward_test(cfg: RewardTestConfig) -> Report:
     assert cfg.remote_rm_url is not None
     requests, before = _dumped(cfg) if cfg.load_rollouts else (_rows(cfg), None)
     source = make_reward_source(cfg.remote_rm_url, cfg.reward_weights)
-    scoring = asyncio.run(_score_and_close(source, requests))
-    failures = sum(isinstance(result, RewardError) for result in scoring.results)
+    scoring = asyncio.run(score(source, requests))
+    failures = [outcome.reason for outcome in scoring.outcomes if isinstance(outcome, NoReward)]
     head = f"{cfg.remote_rm_url} on {len(requests)} samples of {cfg.load_rollouts or cfg.dataset}"
     if cfg.dataset and not cfg.pretrain:
         head += "\nresponses are without the end token that they have in training; --pretrain MODEL adds its"
-    parts = [head, _distribution(scoring), _against_dump(scoring, before), _latency(scoring), _failures(scoring)]
+    parts = [
+        head,
+        _distribution(scoring),
+        _against_dump(scoring, before),
+        _latency(scoring),
+        _failures(scoring, failures),
+    ]
     parts.append(_worst(scoring, requests, cfg.worst_rows))
-    return Report("\n\n".join(part for part in parts if part), failures)
+    return Report("\n\n".join(part for part in parts if part), len(failures))
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -117,52 +122,22 @@ def _dumped(cfg: RewardTestConfig) -> tuple[list[RewardRequest], list[float | No
 # --- scoring --------------------------------------------------------------------------------------------------------
 
 
-async def _score_and_close(source: RewardSource, requests: Sequence[RewardRequest]) -> Scoring:
-    try:
-        return await score(source, requests)
-    finally:
-        await source.close()
-
-
 async def score(source: RewardSource, requests: Sequence[RewardRequest]) -> Scoring:
-    """Score all samples in batches; where a batch fails because of a sample, its samples one by one."""
-    scoring = Scoring([])
-    slots = asyncio.Semaphore(CONCURRENCY)
-
-    async def call(batch: Sequence[RewardRequest]) -> list[RewardResult | RewardError]:
-        async with slots:
-            started = time.monotonic()
-            try:
-                results = list(await source.score(batch))
-                if len(results) != len(batch):
-                    raise RewardError(f"the reward gave {len(results)} results for {len(batch)} samples")
-                return [*results]
-            except RewardError as error:
-                failed: list[RewardResult | RewardError] = [error] * len(batch)
-                if len(batch) == 1 or not error.isolatable:
-                    return failed
-            finally:
-                scoring.seconds.append(time.monotonic() - started)
-        singles = await asyncio.gather(*(call([request]) for request in batch))
-        return [single[0] for single in singles]
-
+    """Score all samples as training does; where a batch fails because of a sample, its samples one by one."""
+    client = RewardClient(source, on_failure="drop")
     started = time.monotonic()
-    batches = [requests[start : start + BATCH_SIZE] for start in range(0, len(requests), BATCH_SIZE)]
-    for results in await asyncio.gather(*map(call, batches)):
-        scoring.results.extend(results)
-    scoring.wall = time.monotonic() - started
-    return scoring
+    try:
+        outcomes = await gather_all([client.score(request) for request in requests])
+    finally:
+        await client.close()
+    return Scoring(outcomes, client.latencies, time.monotonic() - started)
 
 
 # --- report ---------------------------------------------------------------------------------------------------------
 
 
-def _given(scoring: Scoring) -> list[RewardResult]:
-    return [result for result in scoring.results if isinstance(result, RewardResult)]
-
-
 def _distribution(scoring: Scoring) -> str:
-    given = _given(scoring)
+    given = [outcome for outcome in scoring.outcomes if isinstance(outcome, RewardResult)]
     if not given:
         return ""
     rewards = np.array([result.reward for result in given])
@@ -192,7 +167,7 @@ def _figures(values: np.ndarray) -> str:
 def _against_dump(scoring: Scoring, before: Sequence[float | None] | None) -> str:
     if before is None or None in before:
         return ""
-    pairs = [(r.reward, old) for r, old in zip(scoring.results, before, strict=True) if isinstance(r, RewardResult)]
+    pairs = [(r.reward, old) for r, old in zip(scoring.outcomes, before, strict=True) if isinstance(r, RewardResult)]
     changed = sum(new != old for new, old in pairs)
     return f"{changed} of {len(pairs)} rewards differ from those in the dump"
 
@@ -202,19 +177,18 @@ def _latency(scoring: Scoring) -> str:
     median, late = np.quantile(seconds, (0.5, 0.95))
     return (
         f"latency   median {median:.3g} s, 95 % {late:.3g} s, max {seconds.max():.3g} s of {len(seconds)} calls "
-        f"with up to {BATCH_SIZE} samples; {len(scoring.results) / max(scoring.wall, 1e-9):.4g} samples/s"
+        f"with up to {BATCH_SIZE} samples; {len(scoring.outcomes) / max(scoring.wall, 1e-9):.4g} samples/s"
     )
 
 
-def _failures(scoring: Scoring) -> str:
-    errors = [result for result in scoring.results if isinstance(result, RewardError)]
-    lines = [f"failures  {len(errors)} of {len(scoring.results)}"]
-    lines += [f"  {message}" for message in list(dict.fromkeys(map(str, errors)))[:_SHOWN_FAILURES]]
+def _failures(scoring: Scoring, reasons: Sequence[str]) -> str:
+    lines = [f"failures  {len(reasons)} of {len(scoring.outcomes)}"]
+    lines += [f"  {reason}" for reason in list(dict.fromkeys(reasons))[:_SHOWN_FAILURES]]
     return "\n".join(lines)
 
 
 def _worst(scoring: Scoring, requests: Sequence[RewardRequest], count: int) -> str:
-    pairs = zip(scoring.results, requests, strict=True)
+    pairs = zip(scoring.outcomes, requests, strict=True)
     scored = [(result, request) for result, request in pairs if isinstance(result, RewardResult)]
     scored.sort(key=lambda pair: pair[0].reward)
     lines = ["lowest rewards"] if scored else []

@@ -15,6 +15,7 @@ from openrlhf.rollout.usercode import gather_all
 
 logger = logging.getLogger(__name__)
 
+BATCH_SIZE = 16
 FAILURE_POLICIES = ("stop", "drop", "zero")
 
 
@@ -40,10 +41,18 @@ class RewardClient:
             a `NoReward`), "zero" gives reward and score 0.0 and the extra log ``reward_failed`` = 1. All are counted.
         batch_size: samples in one call of the source.
         max_concurrency: calls of the source at the same time.
+
+    Attributes:
+        latencies: seconds of every call since the metrics were taken, failed ones included.
     """
 
     def __init__(
-        self, source: RewardSource, *, on_failure: str = "stop", batch_size: int = 16, max_concurrency: int = 16
+        self,
+        source: RewardSource,
+        *,
+        on_failure: str = "stop",
+        batch_size: int = BATCH_SIZE,
+        max_concurrency: int = 16,
     ) -> None:
         if on_failure not in FAILURE_POLICIES:
             raise ValueError(f"reward_on_failure must be one of {FAILURE_POLICIES}, got {on_failure!r}")
@@ -56,7 +65,7 @@ class RewardClient:
         self._waiting: deque[_Entry] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
-        self._latencies: list[float] = []
+        self.latencies: list[float] = []
         self._retries_reported = 0
 
     async def score(self, request: RewardRequest) -> RewardResult | NoReward:
@@ -96,12 +105,12 @@ class RewardClient:
             "reward/zeroed": float(self._counts["zeroed"]),
             "reward/retries": float(retries - self._retries_reported),
         }
-        if self._latencies:
-            metrics["reward/latency_mean"] = sum(self._latencies) / len(self._latencies)
-            metrics["reward/latency_max"] = max(self._latencies)
+        if self.latencies:
+            metrics["reward/latency_mean"] = sum(self.latencies) / len(self.latencies)
+            metrics["reward/latency_max"] = max(self.latencies)
         self._retries_reported = retries
         self._counts.clear()
-        self._latencies.clear()
+        self.latencies.clear()
         return metrics
 
     def _start_calls(self) -> None:
@@ -145,25 +154,28 @@ class RewardClient:
             else:
                 future.set_result(outcome)
 
-    async def _outcomes(self, requests: Sequence[RewardRequest]) -> list[RewardResult | RewardError]:
+    async def _outcomes(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult | RewardError]:
+        outcomes = await self._call(requests)
+        error = outcomes[0] if len(requests) > 1 else None
+        if isinstance(error, RewardError) and error.isolatable and self._on_failure != "stop":
+            # One bad sample must not cost the others of its batch their rewards.
+            outcomes = [(await self._call([request]))[0] for request in requests]
+        self._counts["samples"] += len(requests)
+        return outcomes
+
+    async def _call(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult | RewardError]:
         started = time.monotonic()
         self._counts["calls"] += 1
-        self._counts["samples"] += len(requests)
         try:
             results = await self._source.score(requests)
         except RewardError as error:
-            if len(requests) == 1 or not error.isolatable or self._on_failure == "stop":
-                return [error] * len(requests)
-            # One bad sample must not cost the others of its batch their rewards.
-            self._counts["samples"] -= len(requests)
-            singles = [await self._outcomes([request]) for request in requests]
-            return [outcome for single in singles for outcome in single]
+            return [error] * len(requests)
         finally:
-            self._latencies.append(time.monotonic() - started)
+            self.latencies.append(time.monotonic() - started)
         if len(results) != len(requests):
             name = type(self._source).__name__
             return [RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")] * len(requests)
-        return list(results)
+        return results
 
     def _fail(self, future: asyncio.Future[RewardResult | NoReward], error: RewardError) -> None:
         self._counts["failures"] += 1
