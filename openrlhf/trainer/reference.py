@@ -21,9 +21,9 @@ from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
-from openrlhf.workers.checkpoint_files import write_problem
+from openrlhf.workers.checkpoint_writes import Writes
 from openrlhf.workers.deepspeed_engine import NonFiniteError, TrainEngine
-from openrlhf.workers.distributed import World, broadcast_object, raise_together
+from openrlhf.workers.distributed import World, broadcast_object
 from openrlhf.workers.frozen import own_parts
 
 logger = get_logger(__name__)
@@ -82,7 +82,10 @@ def reference_logprobs(
     gc.collect()
     platform.empty_cache()
     if cfg.save_steps > 0:
-        raise_together(_write(file, key, result) if world.is_first else "", f"writing {file}")
+        writes = Writes(f"writing {file}", file)
+        if world.is_first:
+            writes.run(_write, file, key, result)
+        writes.raise_together()
     return result
 
 
@@ -134,13 +137,8 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
     return saved["logprobs"]
 
 
-def _write(file: Path, key: str, result: dict[str, Tensor]) -> str:
-    """Keep the log-probs; returns what went wrong."""
+def _write(file: Path, key: str, result: dict[str, Tensor]) -> None:
     scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"key": key, "logprobs": result}, scratch)
-        os.replace(scratch, file)
-    except (OSError, RuntimeError) as error:
-        return write_problem(error, file)
-    return ""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"key": key, "logprobs": result}, scratch)
+    os.replace(scratch, file)

@@ -13,8 +13,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +34,6 @@ BEST_PREFIX = "best_"
 
 class CheckpointError(ExplainedError, RuntimeError):
     """A checkpoint is missing, damaged or belongs to another setup; the message says what to do."""
-
-
-def write_problem(error: Exception, folder: str | Path) -> str:
-    """What a failed write says, and the room that is left: torch's errors don't tell of a full disk. Never raises."""
-    told = f"{type(error).__name__}: {error}"
-    try:
-        free = shutil.disk_usage(_existing(Path(folder))).free / (1 << 30)
-    except OSError as failed:  # of a network disk that is gone, for example
-        return (
-            f"{told}; nor can the folder be looked at ({failed}). See that its disk is mounted and lets you write, or "
-            "choose another (--ckpt_path, --save_path)"
-        )
-    return (
-        f"{told}; {free:.2f} GiB are free there. If that is too little, make room, or "
-        "choose another disk (--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem)"
-    )
-
-
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.absolute().parent)
-
-
-@contextmanager
-def explained_writes(path: str | Path) -> Iterator[None]:
-    """Around the writing of a checkpoint, or of a file beside one.
-
-    Raises:
-        CheckpointError: it could not be written.
-    """
-    try:
-        yield
-    except ExplainedError:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} can't be written: {write_problem(error, path)}") from error
 
 
 def writing_tag(tag: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -349,16 +348,14 @@ class TrainEngine:
         state = self._saved_state(first)
         if self.average is not None:
             state = self.average.replaced(state)
-        problem = ""
+        what = f"saving the model to {folder}"
         bad = [name for name, tensor in state.items() if not is_finite(tensor)]
-        if bad:
-            problem = f"refusing to save weights that are not finite: {', '.join(bad[:5])}"
-        elif first:
-            try:
-                write_hf_folder(self.hf_model, state, folder, tokenizer, config_updates)
-            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-                problem = files.write_problem(error, folder)
-        raise_together(problem, f"saving the model to {folder}")
+        told = f"refusing to save weights that are not finite: {', '.join(bad[:5])}"
+        raise_together(told if bad else "", what)
+        writes = Writes(what, folder)
+        if first:
+            writes.run(write_hf_folder, self.hf_model, state, folder, tokenizer, config_updates)
+        writes.raise_together()
 
     def _saved_state(self, keep: bool) -> dict[str, Tensor]:
         """Full tensors on the CPU by name; empty where ``keep`` is false (the gathering is collective)."""
@@ -401,14 +398,14 @@ class TrainEngine:
         root = Path(root)
         scratch = root / files.writing_tag(tag)
         first = dist.get_rank() == 0
-        writes = Writes(root / tag)
+        writes = Writes(f"writing checkpoint {root / tag}", root / tag)
         if first:
             shutil.rmtree(scratch, ignore_errors=True)
             writes.run(scratch.mkdir, parents=True)
         barrier(f"start of checkpoint {tag}")
         writes.raise_together()
         state = {"client_state": client_state, "step_count": self.step_count}
-        with files.explained_writes(root / tag), writes.of_deepspeed(self._engine):
+        with writes.of_deepspeed(self._engine):
             self._engine.save_checkpoint(
                 str(root),
                 tag=scratch.name,
@@ -421,18 +418,14 @@ class TrainEngine:
             writes.run(torch.save, self.average.weights, scratch / files.AVERAGE)
         barrier(f"end of checkpoint {tag}")
         writes.raise_together()
-        problem = ""
         if first:
-            try:
-                best = tag.startswith(files.BEST_PREFIX)
-                key, value = "best_eval_metric_key", "best_eval_metric_value"
-                metric = (client_state.get(key), client_state.get(value)) if best else (None, None)
-                files.finish_checkpoint(root, tag, self._meta(), metric)
-                if max_num is not None:
-                    files.rotate_checkpoints(root, max_num, max_mem_gib)
-            except OSError as error:
-                problem = files.write_problem(error, root)
-        raise_together(problem, f"finishing checkpoint {root / tag}")
+            best = tag.startswith(files.BEST_PREFIX)
+            key, value = "best_eval_metric_key", "best_eval_metric_value"
+            metric = (client_state.get(key), client_state.get(value)) if best else (None, None)
+            writes.run(files.finish_checkpoint, root, tag, self._meta(), metric)
+            if max_num is not None:
+                writes.run(files.rotate_checkpoints, root, max_num, max_mem_gib)
+        writes.raise_together()
 
     def _meta(self) -> dict[str, Any]:
         return {

@@ -122,8 +122,13 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def raise_together(problem: str, what: str) -> None:
+def raise_together(problem: str, what: str, cause: Exception | None = None) -> None:
     """Let every rank fail when one did, instead of waiting for it; all ranks call it.
+
+    Args:
+        problem: of this rank; empty = none.
+        what: the ranks do.
+        cause: the error behind this rank's problem.
 
     Raises:
         DistributedError: a rank has a problem; of several, the first one's is told.
@@ -135,4 +140,4 @@ def raise_together(problem: str, what: str) -> None:
         told *= dist.get_world_size()
         dist.all_gather_object(told, problem)
     rank = next(rank for rank, text in enumerate(told) if text)
-    raise DistributedError(f"{what} failed{f' on rank {rank}' if rank else ''}: {told[rank]}")
+    raise DistributedError(f"{what} failed{f' on rank {rank}' if rank else ''}: {told[rank]}") from cause

@@ -87,32 +87,6 @@ def test_checkpoints_of_an_earlier_run_are_kept_and_told(tmp_path: Path) -> None
     assert files.rotate_checkpoints(tmp_path, 1, float("inf")) == ["global_step5"]
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """torch only says that a position is not the expected one."""
-    for error in (RuntimeError("unexpected pos 307520 vs 307408"), OSError(28, "No space left on device")):
-        with pytest.raises(files.CheckpointError) as caught, files.explained_writes(tmp_path / "new/global_step1"):
-            raise error
-        told = str(caught.value)
-        assert told.startswith(f"{tmp_path}/new/global_step1 can't be written: {type(error).__name__}: {error}; ")
-        assert " GiB are free there" in told and "--ckpt_path, --save_path" in told
-    with pytest.raises(files.CheckpointError, match="^as it is$"), files.explained_writes(tmp_path):
-        raise files.CheckpointError("as it is")
-
-
-def test_a_disk_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the look at its room would take the place of the one to tell, and other ranks would wait."""
-
-    def gone(_: Path) -> None:
-        raise OSError(116, "Stale file handle")
-
-    for owner, name in ((files.shutil, "disk_usage"), (Path, "exists")):
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, gone)
-            told = files.write_problem(OSError(5, "Input/output error"), tmp_path / "new")
-        assert told.startswith("OSError: [Errno 5] Input/output error; nor can the folder be looked at ([Errno 116] ")
-        assert "--ckpt_path, --save_path" in told and "GiB" not in told
-
-
 def test_metric_of_a_best_checkpoint_is_recorded(tmp_path: Path) -> None:
     (tmp_path / files.writing_tag("best_global_step1")).mkdir()
     files.finish_checkpoint(tmp_path, "best_global_step1", {}, ("eval_default_pass1", 0.5))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 
-from openrlhf.workers import distributed
-from openrlhf.workers.checkpoint_writes import Writes
+from openrlhf.workers import checkpoint_writes, distributed
+from openrlhf.workers.checkpoint_writes import Writes, is_write_failure, write_problem
 from openrlhf.workers.distributed import DistributedError, raise_together
 
 
@@ -23,33 +27,102 @@ class Saver:
     def save(self, state_dict: Any, path: Path) -> None:
         path.write_text(state_dict)
 
+    def makedirs(self, path: Path, exist_ok: bool) -> None:
+        path.mkdir(exist_ok=exist_ok)
+
     def _copy_recovery_script(self, path: Path) -> None:
         raise AssertionError("after a failed write")
 
     def save_checkpoint(self, path: Path) -> None:
+        self.checkpoint_engine.makedirs(path.parent.parent, exist_ok=True)
         self.checkpoint_engine.save(state_dict="x", path=path)
         self._copy_recovery_script(path)
         self.met = True
 
 
+def writes_of(folder: Path) -> Writes:
+    return Writes("writing checkpoint 1", folder / "new/global_step1")
+
+
 def test_a_rank_that_can_not_write_goes_on_to_the_others_and_fails_there(tmp_path: Path) -> None:
-    engine, writes = Saver(), Writes(tmp_path / "global_step1")
+    engine, writes = Saver(), writes_of(tmp_path)
     with writes.of_deepspeed(engine):
         engine.save_checkpoint(tmp_path / "missing" / "file")
-    assert engine.met
+    assert engine.met and set(vars(engine)) == {"checkpoint_engine", "met"}
     writes.run((tmp_path / "next").touch)
     assert not (tmp_path / "next").exists()
-    message = r"^writing checkpoint \S+/global_step1 failed: FileNotFoundError: .* GiB are free there"
-    with pytest.raises(DistributedError, match=message):
+    message = "^writing checkpoint 1 failed: FileNotFoundError: .* GiB are free there"
+    with pytest.raises(DistributedError, match=message) as caught:
         writes.raise_together()
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
 
 
-def test_what_works_is_written_and_mistakes_are_raised_at_once(tmp_path: Path) -> None:
-    engine, writes = Saver(), Writes(tmp_path / "global_step1")
-    with pytest.raises(AssertionError), writes.of_deepspeed(engine):
+def test_what_works_is_written_and_mistakes_come_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, writes = Saver(), writes_of(tmp_path)
+    with writes.of_deepspeed(engine):
         engine.save_checkpoint(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "x" and set(vars(engine)) == {"checkpoint_engine", "met"}
-    writes.raise_together()
+    assert engine.met and (tmp_path / "file").read_text() == "x"
+    heard: list[str] = []
+
+    def meet(problem: str, what: str) -> None:
+        heard.append(f"{what}: {problem}")
+        raise DistributedError(problem)
+
+    monkeypatch.setattr(checkpoint_writes, "raise_together", meet)
+    with pytest.raises(AssertionError, match="^after a failed write$"):
+        writes.raise_together()
+    assert heard == ["writing checkpoint 1: AssertionError: after a failed write"]
+    with pytest.raises(RuntimeError, match="^Connection closed by peer$"), writes_of(tmp_path).of_deepspeed(engine):
+        raise RuntimeError("Connection closed by peer")  # of one of DeepSpeed's collectives
+
+
+def failing(write: Callable[[], None]) -> Exception:
+    with pytest.raises(Exception) as caught:
+        write()
+    assert isinstance(caught.value, Exception)
+    return caught.value
+
+
+def test_which_errors_a_disk_has(tmp_path: Path) -> None:
+    """With the texts of the installed torch and safetensors."""
+    weights, missing, shared = {"w": torch.zeros(9999)}, tmp_path / "missing" / "file", torch.zeros(4)
+    disk = [
+        failing(lambda: torch.save(weights, "/dev/full")),
+        failing(lambda: torch.save(weights, missing)),
+        failing(lambda: torch.save(weights, tmp_path)),
+        failing(lambda: save_file(weights, missing)),
+        failing(lambda: missing.write_text("x")),
+    ]
+    assert [error for error in disk if not is_write_failure(error)] == []
+    others = [
+        failing(lambda: save_file({"a": shared, "b": shared}, tmp_path / "file")),
+        failing(lambda: torch.save(lambda: None, tmp_path / "file")),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        dist.DistBackendError("NCCL error in: inline_container.cc"),
+        RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"),
+    ]
+    assert [error for error in others if is_write_failure(error)] == []
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """torch only says that a position is not the expected one."""
+    told = write_problem(RuntimeError("unexpected pos 307520 vs 307408"), tmp_path / "new/global_step1")
+    assert told.startswith("RuntimeError: unexpected pos 307520 vs 307408; ")
+    assert " GiB are free there" in told and "--ckpt_path, --save_path" in told
+
+
+def test_a_disk_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the look at its room would take the place of the one to tell, and other ranks would wait."""
+
+    def gone(_: Path) -> None:
+        raise OSError(116, "Stale file handle")
+
+    for owner, name in ((checkpoint_writes.shutil, "disk_usage"), (Path, "exists")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, gone)
+            told = write_problem(OSError(5, "Input/output error"), tmp_path / "new")
+        assert told.startswith("OSError: [Errno 5] Input/output error; nor can the folder be looked at ([Errno 116] ")
+        assert "--ckpt_path, --save_path" in told and "GiB" not in told
 
 
 @pytest.mark.parametrize("own", ["", "no room"])
