@@ -3,10 +3,12 @@
 # Full logs are in $OUT (default /tmp/gpu_session); the end of each is printed when all are done.
 # Usage: benchmarks/gpu_session.sh PART GPU [PART GPU ...] [then PART GPU ...], for example: hybrid 0 tests 1
 #        GPU is an index, or several: 0,1; a part is ended after $LIMIT seconds (default 500)
+#        SHARED_GPU=2 lets one GPU stand for two (tests/gpu/shared), for example: SHARED_GPU=2 ... tests 0,1
 # Models and runs are in $WORK (default /tmp; a folder in memory saves reading and writing of large models).
 set -u
 cd "$(dirname "$0")/.."
 export OUT=${OUT:-/tmp/gpu_session} WORK=${WORK:-/tmp} PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} RAY_ADDRESS=local HF_HUB_OFFLINE=1
+[ -n "${SHARED_GPU:-}" ] && export PYTHONPATH=$PWD/tests/gpu/shared:$PYTHONPATH
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader
 python3 - <<'END' || exit 3

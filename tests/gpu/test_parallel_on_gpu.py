@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from gpus import COUNT
 from rank_processes import run_ranks
 
 from openrlhf.utils.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")]
 
 SCRIPT = Path(__file__).parent / "parallel_cases.py"
 DEADLINE_S = 300

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpus import COUNT
 
 from openrlhf.utils.tiny_model import make_tiny_model
 
@@ -28,7 +29,7 @@ def plant(worker: Any) -> float:
 def test_a_planted_element_is_found(
     tmp_path: Path, tie: bool, tensor_parallel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if torch.cuda.device_count() < tensor_parallel:
+    if COUNT < tensor_parallel:
         pytest.skip(f"needs {tensor_parallel} GPUs")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # a function is sent to the workers,
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # which can't be forks: this process has used the GPU
