@@ -8,7 +8,7 @@ from typing import Any
 
 from openrlhf.config import PPOConfig
 from openrlhf.engines.images import IMAGES_VARIABLE
-from openrlhf.utils.process import THREADS, chosen_threads
+from openrlhf.utils.process import THREADS, available_cores, chosen_threads
 
 ENGINE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 CPU_CACHE_GIB = 1.0
@@ -57,7 +57,7 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         # Small functions of vLLM would be compiled by a C++ compiler in the first requests, eager mode or not.
         environment["TORCH_COMPILE_DISABLE"] = "1"
         # Ray gives an actor that books less than a core one thread.
-        environment[THREADS] = chosen_threads(os.environ) or str(max(1, (os.cpu_count() or 1) // cfg.vllm_num_engines))
+        environment[THREADS] = chosen_threads(os.environ) or str(max(1, available_cores() // cfg.vllm_num_engines))
         cache_gib = CPU_CACHE_GIB if cache_gib is None else cache_gib
         batched_tokens = max(8192, cfg.max_len) if batched_tokens is None else batched_tokens
     arguments: dict[str, Any] = {

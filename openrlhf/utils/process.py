@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import socket
@@ -60,10 +61,40 @@ def tail(path: str | Path, lines: int = 25, max_bytes: int = 64 * 1024) -> str:
 
 
 def available_cores() -> int:
-    """CPU cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """CPU cores this process may use: those it is bound to, and no more than its container has CPU time for."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(bound, _granted_cores())))
+
+
+def _granted_cores(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """CPU time per time that this process's control groups (of version 1 or 2) and those above them grant."""
+    granted = math.inf
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:  # not Linux
+        return granted
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "cpu" if controllers else root
+        own = top / path.lstrip("/")
+        for folder in (own, *own.parents):
+            granted = min(granted, _granted_by(folder))
+            if folder == top:
+                break
+    return granted
+
+
+def _granted_by(folder: Path) -> float:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return math.inf if quota == "max" or int(quota) < 0 else int(quota) / int(period)
+    except (OSError, ValueError):  # no limit there, or not to be seen from within a container
+        return math.inf
 
 
 def job_variables(environ: Mapping[str, str]) -> dict[str, str]:

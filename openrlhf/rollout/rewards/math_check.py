@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.rollout.errors import RewardError
+from openrlhf.utils.process import available_cores
 
 _START_SECONDS = 60.0
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
@@ -88,7 +89,7 @@ class MathChecker:
     def __init__(self, workers: int | None = None, timeout: float = 10.0) -> None:
         self._timeout = timeout
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(workers or max(1, min(8, (os.cpu_count() or 2) // 2))):
+        for _ in range(workers or max(1, min(8, available_cores() // 2))):
             self._idle.put(None)  # a place without a process yet
         self._all: set[_Worker] = set()
         self._lock = threading.Lock()

@@ -1,0 +1,68 @@
+"""How many cores a process counts on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from openrlhf.config import PPOConfig
+from openrlhf.engines.spec import engine_spec
+from openrlhf.rollout.rewards.math_check import MathChecker
+from openrlhf.utils import process
+
+
+@pytest.fixture
+def bound_to_six(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by taskset, SLURM or a container, on a machine of 96 cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
+    monkeypatch.setattr(process, "_granted_cores", lambda: float("inf"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.parametrize(("granted", "cores"), [(float("inf"), 6), (2.5, 3), (0.5, 1), (64.0, 6)])
+def test_bound_and_granted_cores(
+    bound_to_six: None, monkeypatch: pytest.MonkeyPatch, granted: float, cores: int
+) -> None:
+    monkeypatch.setattr(process, "_granted_cores", lambda: granted)
+    assert process.available_cores() == cores
+
+
+def test_engines_and_checks_of_answers_share_the_bound_cores(bound_to_six: None) -> None:
+    class Settings(SimpleNamespace):
+        def __getattr__(self, name: str) -> Any:
+            return 0
+
+    cfg = cast(PPOConfig, Settings(vllm_num_engines=2, param_dtype="fp32"))
+    spec = engine_spec(cfg, 0, device_type="cpu", weight_transport="gloo", log_file="")
+    assert spec.environment["OMP_NUM_THREADS"] == "3"
+    assert MathChecker()._idle.qsize() == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        ("0::/pod/worker", {"pod/cpu.max": "400000 100000", "pod/worker/cpu.max": "max 100000"}, 4.0),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/../outside", {"cpu.max": "max 100000"}, float("inf")),
+        (
+            "3:memory:/m\n2:cpu,cpuacct:/docker/1\n0::/",
+            {"cpu/docker/1/cpu.cfs_quota_us": "800000", "cpu/docker/1/cpu.cfs_period_us": "100000"},
+            8.0,
+        ),
+        ("1:cpu:/docker/1", {"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, float("inf")),
+    ],
+)
+def test_what_control_groups_grant(tmp_path: Path, groups: str, files: dict[str, str], cores: float) -> None:
+    (tmp_path / "own").write_text(groups + "\n")
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    assert process._granted_cores(tmp_path / "own", tmp_path / "root") == cores
+    assert process._granted_cores(tmp_path / "missing", tmp_path / "root") == float("inf")
