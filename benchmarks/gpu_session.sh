@@ -52,7 +52,7 @@ part() {
     weight_sync*) # weight_sync, weight_sync:CASE:CASE
       run python3 benchmarks/weight_sync.py --work "$work" --gpus "$gpus" --json "$OUT/weight_sync.json" --check \
         $(tr ':' ' ' <<<"${1#weight_sync}") ;;
-    parallel) run bash tests/gpu/run.sh -q --timeout 200 tests/gpu/test_parallel_on_gpu.py ;;
+    parallel) run bash tests/gpu/run.sh -q --timeout 200 tests/gpu/test_{parallel,weight_check}_on_gpu.py ;;
     tests) run bash tests/gpu/run.sh -v --timeout 400 --durations 10 ;;
     e2e) run python3 -m pytest -q --timeout 500 tests/e2e/test_ppo_command.py ;;
     placements*) # placements, placements:CASE:CASE
