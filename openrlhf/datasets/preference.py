@@ -184,7 +184,7 @@ def tokenize_pair(
     if style.apply_chat_template and style.prompt_key is None and not style.scored:
         if chosen.prompt != rejected.prompt:
             return _unusable(OTHER_PROMPT)
-    chosen, rejected = (_cut(half, style, tokenizer.eos_token_id) for half in (chosen, rejected))
+    chosen, rejected = (_cut(half, style, tokenizer) for half in (chosen, rejected))
     if not (any(chosen.loss_mask) and any(rejected.loss_mask)):
         return _unusable(TOO_LONG)
     if chosen.token_ids == rejected.token_ids:
@@ -209,10 +209,10 @@ def _margin(row: dict[str, Any], where: str) -> float:
     return number
 
 
-def _cut(half: Tokenized, style: PreferenceFormat, end: int) -> Tokenized:
+def _cut(half: Tokenized, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """A half within the length limit; a reward model's with its end token."""
     if style.scored:
-        ids = [*half.token_ids[: style.max_len - 1], end]
+        ids, _ = texts.end_scored(tokenizer, half.token_ids, style.max_len)
         return Tokenized(ids, [False] + [True] * (len(ids) - 1))
     return Tokenized(half.token_ids[: style.max_len], half.loss_mask[: style.max_len])
 
@@ -242,7 +242,7 @@ def _half(
 
 def _whole(text: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """A text with one end token (reward models: none yet), all of it answer but for the first token."""
-    ids = texts.encode_scored(tokenizer, text, style.apply_chat_template)
+    ids = texts.encode_scored(tokenizer, text)
     if not style.scored:
         ids = [*ids, tokenizer.eos_token_id]
     return Tokenized(ids, [False] + [True] * (len(ids) - 1))

@@ -158,16 +158,41 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def encode_scored(tokenizer: PreTrainedTokenizerBase, text: str, rendered: bool) -> list[int]:
-    """Ids of prompt and answer together, as a reward model is trained on them and asked; without the end token.
+def encode_scored(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of prompt and answer together, as a reward model is trained on them and asked; without the end token."""
+    return scored_tokens(tokenizer, tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"])
+
+
+def scored_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """Ids as a reward model reads them, but for the end token: no padding, BOS once where the tokenizer uses one.
+
+    Also where a chat template made the text without BOS: who asks for a score has a text, and can't know who made it.
+    """
+    end, padding, bos = tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id
+    first, last = 0, len(ids)
+    while last and ids[last - 1] in (end, padding):
+        last -= 1
+    while first < last and ids[first] == padding and padding not in (end, bos):
+        first += 1
+    needs_bos = bos is not None and adds_bos(tokenizer) and (first == last or ids[first] != bos)
+    return [*([bos] if needs_bos else []), *ids[first:last]]
+
+
+def end_scored(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], max_len: int, side: str | None = None
+) -> tuple[list[int], bool]:
+    """What :func:`scored_tokens` made with the end token, at which the score is read, and whether it had to be cut.
 
     Args:
-        rendered: a chat template made the text.
+        max_len: most tokens, the end token included.
+        side: where too many are cut: right, or left, behind BOS; None = the tokenizer's ``truncation_side``.
     """
-    ids = (encode_rendered if rendered else encode)(tokenizer, text.rstrip("\n"))
-    while ids and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
+    room = max_len - 1
+    left = (side or tokenizer.truncation_side) == "left"
+    kept = list(ids[max(0, len(ids) - room) :] if left else ids[:room])
+    if kept and adds_bos(tokenizer):
+        kept[0] = int(ids[0])
+    return [*kept, int(tokenizer.eos_token_id)], len(ids) > room
 
 
 def encode_spans(

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 # Part of the name of cached ids: raise it with every change of the ids, masks or reasons that the code (text, sft,
 # preference, unpaired) makes of a row, or ids of the old code would be trained on.
-FORMAT = 2
+FORMAT = 3
 
 DROPPED = "dropped"
 # Below this many rows the result stays in memory; above, on disk, where all ranks share it.
@@ -90,6 +90,6 @@ def number_column(table: Dataset, name: str) -> np.ndarray:
 
 def _fingerprint(rows: Dataset, style: Any, tokenizer: PreTrainedTokenizerBase) -> str:
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
-    setup = (FORMAT, style, tokenizer.chat_template, tokenizer.special_tokens_map)
+    setup = (FORMAT, style, tokenizer.chat_template, tokenizer.special_tokens_map, tokenizer.truncation_side)
     parts = [rows._fingerprint, backend, *map(repr, setup)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

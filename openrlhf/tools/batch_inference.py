@@ -232,7 +232,7 @@ def score(cfg: BatchInferenceConfig, rows: Dataset, world: World) -> list[Row]:
     )
     mine = range(world.rank, len(rows), world.size)
     pairs = [text_pair(cfg, scorer.tokenizer, rows[i], f"{cfg.dataset}, row {i}") for i in mine]
-    encoded = [scorer.encode(prompt + response, cfg.apply_chat_template) for prompt, response in pairs]
+    encoded = [scorer.encode(prompt + response) for prompt, response in pairs]
     # Long texts first, and texts of similar length together: little padding, and a lack of memory shows at once.
     order = sorted(range(len(encoded)), key=lambda i: -len(encoded[i].token_ids))
     rewards = [0.0] * len(encoded)

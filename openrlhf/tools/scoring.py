@@ -69,27 +69,13 @@ class RewardScorer:
         """The model's tokenizer."""
         return self._tokenizer
 
-    def encode(self, text: str, rendered: bool = False) -> Encoded:
+    def encode(self, text: str) -> Encoded:
         """Token ids of a prompt with its response, as in training: padding removed, one end token at the end.
-
-        ``rendered``: a chat template made the text, and put its beginning token in.
 
         A text that is too long loses tokens at the end that the tokenizer's ``truncation_side`` names (the right one
         unless the tokenizer says otherwise); the end token stays, since the score is read there.
         """
-        tokenizer = self._tokenizer
-        ids = texts.encode_scored(tokenizer, text, rendered) if text else []
-        end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
-        while ids and ids[-1] in (end, padding):
-            ids.pop()
-        if padding not in (end, tokenizer.bos_token_id):
-            start = next((i for i, token in enumerate(ids) if token != padding), 0)
-            ids = ids[start:]
-        room = self._max_len - 1
-        truncated = len(ids) > room
-        if truncated:
-            ids = ids[len(ids) - room :] if tokenizer.truncation_side == "left" else ids[:room]
-        return Encoded([*ids, end], truncated)
+        return Encoded(*texts.end_scored(self._tokenizer, texts.encode_scored(self._tokenizer, text), self._max_len))
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:

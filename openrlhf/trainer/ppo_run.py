@@ -110,7 +110,7 @@ def _reward_inputs(cfg: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Reward
         return None
     assert cfg.reward_pretrain is not None
     reward = load_tokenizer(cfg.reward_pretrain, use_fast=not cfg.disable_fast_tokenizer)
-    return RewardInputs(tokenizer, reward, cfg.max_len + 1)
+    return RewardInputs(tokenizer, reward, cfg.max_len + 2)  # with BOS and the end token
 
 
 def run(cfg: PPOConfig) -> int:

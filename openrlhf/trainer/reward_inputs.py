@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.datasets import text as texts
 from openrlhf.rollout.trajectory import Trajectory
 
 
 class RewardInputs:
-    """Turns trajectories into token ids for a reward model.
+    """Turns trajectories into token ids for a reward model, with what it is trained to find around them.
 
-    Reward models are trained on texts that end with the end-of-sequence token and read their score there. A response
-    that the length limit cut off gets one for the reward model; the trajectory itself is never changed.
+    That is the end token, where its score is read, also for a response that the length limit cut off, and BOS where its
+    tokenizer puts one. The trajectory itself is never changed.
 
     Args:
         policy: tokenizer of the trajectories.
@@ -26,9 +27,11 @@ class RewardInputs:
     def __init__(self, policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, max_length: int) -> None:
         self._reward = reward
         self._max_length = max_length
-        self.same_tokens = policy.get_vocab() == reward.get_vocab()
-        self._eos = int(reward.eos_token_id)
-        self._policy_eos = policy.eos_token
+        vocabulary = reward.get_vocab()
+        self.same_tokens = policy.get_vocab() == vocabulary
+        # marks of the policy that would be mere text to the reward model, which has its own
+        marks = [mark if mark and mark not in vocabulary else "" for mark in (policy.bos_token, policy.eos_token)]
+        self._begin, self._end = marks
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
         """int64 ``[T_i]`` for each trajectory."""
@@ -36,12 +39,11 @@ class RewardInputs:
 
     def _one(self, trajectory: Trajectory) -> np.ndarray:
         if self.same_tokens:
-            ids = trajectory.token_ids.tolist()
+            body = texts.scored_tokens(self._reward, trajectory.token_ids.tolist())
         else:
             text = str(trajectory.metadata["prompt"]) + str(trajectory.metadata["response"])
-            # The policy's end token means nothing to the reward model; its own is appended below.
-            text = text.removesuffix(self._policy_eos or "")
-            ids = self._reward.encode(text, add_special_tokens=False)
-        if not ids or ids[-1] != self._eos:
-            ids = [*ids, self._eos]
-        return np.asarray(ids[-self._max_length :], dtype=np.int64)
+            if self._begin and text.startswith(self._begin):
+                text = (self._reward.bos_token or "") + text.removeprefix(self._begin)
+            body = texts.encode_scored(self._reward, text.removesuffix(self._end))
+        ids, _ = texts.end_scored(self._reward, body, self._max_length, "left")
+        return np.asarray(ids, dtype=np.int64)

@@ -19,10 +19,9 @@ from tool_helpers import make_reward_model
 from openrlhf import platform
 from openrlhf.cli.batch_inference import main
 from openrlhf.config import build
-from openrlhf.datasets.preference import PreferenceFormat, tokenize_pair
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tools import batch_inference
-from openrlhf.tools.batch_inference import prompts_to_generate, text_pair, write_rows
+from openrlhf.tools.batch_inference import prompts_to_generate, write_rows
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.post_process import conditional_sft, dpo_pairs, post_process, rejection_sampling
@@ -124,29 +123,6 @@ class TestScoring:
         for name in LAUNCHER:
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)
-
-    @pytest.mark.parametrize("chat", [True, False])
-    def test_ids_are_those_that_train_rm_trains_on(self, tmp_path: Path, model: str, chat: bool) -> None:
-        """Also where the template ends with a line break, or the tokenizer but not the template begins with a token."""
-        tokenizer = load_tokenizer(model)
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token + '\n' }}{% endfor %}"
-        tokenizer.__dict__["_openrlhf_adds_bos"], tokenizer.bos_token = True, "7"
-        row = {"p": "1+1=", "chosen": "2\n", "rejected": "3"}
-        flags = {"dataset": "org/data", "apply_chat_template": chat}
-        training = build("train_rm", pretrain=model, prompt_key="p", **flags)
-        cfg = build(
-            "batch_inference",
-            pretrain=model,
-            input_key="p",
-            output_key="chosen",
-            eval_task="rm",
-            output_path="x",
-            **flags,
-        )
-        prompt, response = text_pair(cfg, tokenizer, row, "row 0")
-        ids = RewardScorer(torch.nn.Linear(1, 1), tokenizer, 99).encode(prompt + response, chat).token_ids
-        assert ids == tokenize_pair(row, 0, PreferenceFormat.from_config(training), tokenizer).chosen_ids
-        assert (ids[0] == tokenizer.bos_token_id) is not chat and len(ids) > 4
 
     def run_two_ranks(self, *flags: str) -> str:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
