@@ -18,7 +18,7 @@ from openrlhf.config import BatchInferenceConfig, PPOConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.prompts import PromptRow, build_prompts
 from openrlhf.datasets.sources import load_configured_rows, require_columns
-from openrlhf.engines.spec import ENGINE_DTYPES
+from openrlhf.engines.spec import engine_environment, model_arguments
 from openrlhf.models.loading import check_model_folder, load_tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.tools.errors import ToolError
@@ -31,8 +31,6 @@ from openrlhf.utils.process import seed_process
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 
 logger = get_logger(__name__)
-
-_CPU_CACHE_BYTES = 1 << 30
 
 
 def run(cfg: BatchInferenceConfig) -> str:
@@ -150,36 +148,23 @@ def generate(cfg: BatchInferenceConfig, rows: Dataset) -> list[Row]:
 
 
 def _engine(cfg: BatchInferenceConfig) -> Any:
-    extra: dict[str, Any] = {}
-    if platform.device_type() == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # vLLM's CPU sampler fails on a seeded request whose prompt is prefilled in several steps.
-        extra = {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": _CPU_CACHE_BYTES,
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, cfg.prompt_max_len + cfg.max_new_tokens),
-        }
-    else:
-        # Having asked for the GPUs, this process can't be forked into vLLM's own any more, and vLLM does not see why.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    if cfg.full_determinism:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    on_cpu = platform.device_type() == "cpu"
+    environment = engine_environment(on_cpu=on_cpu, full_determinism=cfg.full_determinism)
+    # Having asked for the GPUs, this process can't be forked into vLLM's own any more, and vLLM does not see why.
+    environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
     from vllm import LLM
 
     try:
         return LLM(
-            model=str(cfg.pretrain),
-            dtype=ENGINE_DTYPES[cfg.param_dtype],
+            **model_arguments(
+                str(cfg.pretrain), cfg.param_dtype, cfg.prompt_max_len + cfg.max_new_tokens, on_cpu=on_cpu
+            ),
             tensor_parallel_size=cfg.tp_size or platform.device_count(),
-            max_model_len=cfg.prompt_max_len + cfg.max_new_tokens,
             max_num_seqs=cfg.max_num_seqs,
             enable_prefix_caching=cfg.enable_prefix_caching,
             seed=cfg.seed,
-            trust_remote_code=True,
-            disable_log_stats=True,
-            **extra,
         )
     except ValueError as error:
         raise ToolError(
