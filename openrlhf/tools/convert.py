@@ -16,20 +16,13 @@ from torch import Tensor, nn
 
 from openrlhf.config import ConvertConfig
 from openrlhf.models.folder import require_head
-from openrlhf.models.loading import (
-    load_causal_lm,
-    load_sequence_regression,
-    load_tokenizer,
-    torch_dtype,
-    write_hf_folder,
-)
+from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel, RewardModel
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings, load_for_inference
-from openrlhf.tools.lora import named_state
-from openrlhf.tools.output import check_output, mark
-from openrlhf.tools.verify import answers, require_same
-from openrlhf.utils.files import publish_folder, temporary_folder, write_atomic
+from openrlhf.tools.output import check_output, write_model
+from openrlhf.tools.verify import answers
+from openrlhf.utils.files import temporary_folder, write_atomic
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.checkpoint_files import LATEST_UNIVERSAL, META, checkpoint_tags, latest_tag, read_meta
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -127,18 +120,9 @@ def _to_hf(root: Path, tag: str, cfg: ConvertConfig) -> str:
     )
     count = _fill(model, root, tag, cfg.pretrain)
     before = answers(model, tokenizer, cfg.is_rm) if cfg.verify else []
-    model.to(torch_dtype(cfg.param_dtype))
-    with temporary_folder(output) as scratch:
-        state = {name: tensor.detach() for name, tensor in named_state(model)}
-        write_hf_folder(model, state, scratch, tokenizer, {"dtype": torch_dtype(cfg.param_dtype)})
-        mark(scratch, COMMAND, checkpoint=str(root / tag), pretrain=cfg.pretrain, param_dtype=cfg.param_dtype)
-        told = f"wrote {count} weights of {root / tag} to {cfg.output_path}, with {_beside(cfg)}"
-        if cfg.verify:
-            del model
-            again = load_for_inference(str(scratch), LoadSettings(param_dtype=cfg.param_dtype), is_rm=cfg.is_rm)
-            told += "; " + require_same(before, answers(again, tokenizer, cfg.is_rm), cfg.is_rm, cfg.param_dtype)
-        publish_folder(scratch, output)
-    return told
+    facts = {"checkpoint": str(root / tag), "pretrain": cfg.pretrain, "param_dtype": cfg.param_dtype}
+    verified = write_model(model, tokenizer, output, cfg, before, {"command": COMMAND} | facts)
+    return f"wrote {count} weights of {root / tag} to {cfg.output_path}, with {_beside(cfg)}{verified}"
 
 
 def _beside(cfg: ConvertConfig) -> str:

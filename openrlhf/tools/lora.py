@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config import LoraCombinerConfig
-from openrlhf.models.export import is_finite
 from openrlhf.models.folder import read_config
-from openrlhf.models.loading import (
-    check_model_folder,
-    load_sequence_regression,
-    load_tokenizer,
-    torch_dtype,
-    unwrap_hf,
-    write_hf_folder,
-)
+from openrlhf.models.loading import check_model_folder, load_sequence_regression, load_tokenizer, unwrap_hf
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import DEFAULT_HEAD, LoadSettings, load_for_inference, stored_dtype
-from openrlhf.tools.output import check_output, mark
-from openrlhf.tools.verify import answers, require_same
-from openrlhf.utils.files import publish_folder, temporary_folder
+from openrlhf.tools.output import check_output, write_model
+from openrlhf.tools.verify import answers
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -58,16 +48,11 @@ def combine(cfg: LoraCombinerConfig) -> str:
     model = _load_together(base_path, lora_path, adapter, settings, cfg.is_rm)
     before = answers(model, tokenizer, cfg.is_rm) if cfg.verify else []
     merged, count = _merge(model, base_path)
-    with temporary_folder(output) as scratch:
-        _write(merged, scratch, lora_path, tokenizer, cfg.param_dtype)
-        mark(scratch, COMMAND, model_path=base_path, lora_path=lora_path, param_dtype=cfg.param_dtype)
-        told = f"merged {count} layers of {lora_path} into {output_path}"
-        if cfg.verify:
-            del model, merged
-            again = load_for_inference(str(scratch), LoadSettings(param_dtype=cfg.param_dtype), is_rm=cfg.is_rm)
-            told += "; " + require_same(before, answers(again, tokenizer, cfg.is_rm), cfg.is_rm, cfg.param_dtype)
-        publish_folder(scratch, output)
-    return told
+    noted = read_config(lora_path)
+    updates = {key: noted[key] for key in _KEPT_CONFIG if noted.get(key) is not None}
+    made_by = {"command": COMMAND, "model_path": base_path, "lora_path": lora_path, "param_dtype": cfg.param_dtype}
+    verified = write_model(merged, tokenizer, output, cfg, before, made_by, updates)
+    return f"merged {count} layers of {lora_path} into {output_path}{verified}"
 
 
 def _read_adapter(lora_path: str, is_rm: bool) -> dict[str, Any]:
@@ -197,27 +182,3 @@ def _untie(base: PreTrainedModel) -> None:
             inner.weight = nn.Parameter(inner.weight.detach().clone(), requires_grad=False)
     for config in (base.config, base.config.get_text_config()):
         config.tie_word_embeddings = False
-
-
-def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights (a tied one once) and buffers that a model folder has."""
-    yield from model.named_parameters()
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    yield from ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
-
-
-def _write(
-    merged: nn.Module, folder: Path, lora_path: str, tokenizer: PreTrainedTokenizerBase, param_dtype: str
-) -> None:
-    merged.to(torch_dtype(param_dtype))
-    state = {name: tensor.detach() for name, tensor in named_state(merged)}
-    bad = [name for name, tensor in state.items() if not is_finite(tensor)]
-    if bad:
-        raise ToolError(
-            f"the merged weight {bad[0]} is not finite in {param_dtype}; use --param_dtype bf16 or fp32, or check the "
-            "adapter"
-        )
-    noted = read_config(lora_path)
-    updates = {key: noted[key] for key in _KEPT_CONFIG if noted.get(key) is not None}
-    updates["dtype"] = torch_dtype(param_dtype)
-    write_hf_folder(merged, state, folder, tokenizer, updates)
