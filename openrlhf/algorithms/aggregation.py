@@ -34,10 +34,6 @@ class Denominators:
     sequences: int
     constant: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not self.constant > 0:
-            raise ValueError(f"the constant of the loss denominator must be > 0, got {self.constant}")
-
 
 def step_denominators(masks: Iterable[np.ndarray | Tensor], constant: float = 1.0) -> Denominators:
     """Count an optimizer step.

@@ -59,14 +59,7 @@ def dpo_loss(
     With ``h = (chosen - rejected) - (ref_chosen - ref_rejected)``: DPO (arXiv:2305.18290) with conservative
     label smoothing ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, or IPO (arXiv:2310.12036)
     ``(h - 1 / (2 beta))^2``.
-
-    Raises:
-        ValueError: ``beta`` is not positive, or ``label_smoothing`` is outside [0, 0.5).
     """
-    if not beta > 0:
-        raise ValueError(f"--beta must be > 0, got {beta}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"--label_smoothing must be in [0, 0.5), got {label_smoothing}")
     chosen, rejected = at_least_float32(chosen), at_least_float32(rejected)
     gap = (chosen - rejected) - (ref_chosen - ref_rejected)
     if ipo:
@@ -103,12 +96,7 @@ def kto_loss(
         desirable: bool, True for good answers.
         kl: the reference point z0, an estimate of KL(pi || ref) that no gradient goes through; see
             :func:`kto_reference_point`.
-
-    Raises:
-        ValueError: ``beta`` is not positive.
     """
-    if not beta > 0:
-        raise ValueError(f"--beta must be > 0, got {beta}")
     ratio = at_least_float32(logprobs) - ref_logprobs
     sign = torch.where(desirable, 1.0, -1.0).to(ratio)
     weight = torch.where(desirable, desirable_weight, undesirable_weight).to(ratio)

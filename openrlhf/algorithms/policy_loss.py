@@ -60,14 +60,6 @@ class PolicyLossSettings:
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
 
-    def __post_init__(self) -> None:
-        if not (self.clip_low >= 0 and self.clip_high >= 0):
-            raise ValueError(f"clip range must be >= 0, got {self.clip_low} and {self.clip_high} (--eps_clip)")
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"--dual_clip must be > 1, got {self.dual_clip}")
-        if not (self.sapo_tau_positive > 0 and self.sapo_tau_negative > 0):
-            raise ValueError("the temperatures of the sapo loss must be > 0")
-
 
 @dataclass(frozen=True)
 class PolicyLoss:

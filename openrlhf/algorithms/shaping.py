@@ -15,24 +15,13 @@ def overlong_penalty(room: Tensor, buffer: float, factor: float) -> Tensor:
         room: tokens that were left to each sample until its length limit, ``[S]``.
         buffer: width of the penalised zone (``--overlong_buffer_len``).
         factor: largest penalty (``--overlong_penalty_factor``).
-
-    Raises:
-        ValueError: the buffer is not above 0.
     """
-    if not buffer > 0:
-        raise ValueError(f"--overlong_buffer_len must be > 0, got {buffer}")
     # `0 -` instead of unary minus: no penalty is 0, not -0
     return 0.0 - (1 - room.float() / buffer).clamp(0, 1) * factor
 
 
 def stop_properly(rewards: Tensor, truncated: Tensor, coef: float) -> Tensor:
-    """Rewards ``[S]``, those of truncated samples multiplied by ``coef`` in [0, 1] or replaced by it if < 0.
-
-    Raises:
-        ValueError: ``coef`` is above 1.
-    """
-    if not coef <= 1:
-        raise ValueError(f"--stop_properly_penalty_coef must be at most 1, got {coef}")
+    """Rewards ``[S]``, those of truncated samples multiplied by ``coef`` in [0, 1] or replaced by it if < 0."""
     penalised = rewards * coef if coef >= 0 else torch.full_like(rewards, coef)
     return torch.where(truncated, penalised, rewards)
 

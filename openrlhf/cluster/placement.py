@@ -131,9 +131,6 @@ def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
     Args:
         cfg: a validated configuration.
         device: "GPU" or "CPU", the resource that counts as a device.
-
-    Raises:
-        PlacementError: roles that must share devices need different numbers of them.
     """
     roles = roles_of(cfg)
     groups: list[Group] = []
@@ -144,14 +141,6 @@ def plan_placement(cfg: PPOConfig, device: str) -> PlacementPlan:
             groups.append(Group(members))
             placed.update(role.name for role in members)
     groups.extend(Group((role,)) for name, role in roles.items() if name not in placed)
-    for group in groups:
-        if len({role.devices for role in group.roles}) > 1:
-            sizes = ", ".join(f"{role.name} {role.devices}" for role in group.roles)
-            raise PlacementError(
-                f"roles that share devices need the same number of them, but: {sizes}. "
-                "Make the --*_num_nodes and --*_num_gpus_per_node flags agree "
-                "(engines: --vllm_num_engines times --vllm_tensor_parallel_size), or don't colocate them."
-            )
     return PlacementPlan(groups=tuple(groups), device=device)
 
 

@@ -52,6 +52,7 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
     violations += _check_required(cfg)
     violations += _check_models(cfg)
     violations += _check_template(cfg)
+    violations += _check_packages(cfg)
     if isinstance(cfg, LoadOptions):
         violations += _check_loading(cfg)
     if isinstance(cfg, DeepSpeedOptions):
@@ -185,6 +186,26 @@ def _check_template(cfg: Any) -> Iterator[Violation]:
         yield Violation("input_template", f"{template!r} has {places} times {{}}", "write it once, for the prompt")
 
 
+# What a flag needs beyond the requirements: flag, the value (None: any), package, module.
+OPTIONAL_PACKAGES = (
+    ("load_in_4bit", None, "bitsandbytes", "bitsandbytes"),
+    ("experts_implementation", "deepgemm", "kernels", "kernels"),
+    ("use_ms", None, "modelscope", "modelscope"),
+    ("use_liger_kernel", None, "liger-kernel", "liger_kernel"),
+    ("use_tensorboard", None, "tensorboard", "tensorboard"),
+    ("use_wandb", None, "wandb", "wandb"),
+)
+
+
+def _check_packages(cfg: Any) -> Iterator[Violation]:
+    for flag, needs, package, module in OPTIONAL_PACKAGES:
+        value = flag_value(cfg, flag)
+        if value and needs in (None, value) and importlib.util.find_spec(module) is None:
+            with_value = f"{value} needs" if needs else "needs"
+            problem = f"{with_value} the package {package}, which isn't installed"
+            yield Violation(flag, problem, f"pip install {package}, or leave the flag out")
+
+
 def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
     if cfg.load_in_4bit and cfg.param_dtype != "bf16":
         yield Violation(
@@ -195,14 +216,6 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
     if cfg.load_in_4bit and flag_value(cfg, "use_ds_universal_ckpt"):
         problem = "checkpoints hold no 4-bit weights, which DeepSpeed's universal format would need"
         yield Violation("load_in_4bit", problem, "leave out --use_ds_universal_ckpt")
-    if cfg.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        problem = "needs the package bitsandbytes, which isn't installed"
-        yield Violation("load_in_4bit", problem, "pip install bitsandbytes")
-    if cfg.experts_implementation == "deepgemm" and importlib.util.find_spec("kernels") is None:
-        problem = "deepgemm needs the package kernels, which isn't installed"
-        yield Violation("experts_implementation", problem, "pip install kernels, or use grouped_mm")
-    if cfg.use_ms and importlib.util.find_spec("modelscope") is None:
-        yield Violation("use_ms", "needs the package modelscope, which isn't installed", "pip install modelscope")
     if isinstance(cfg, ModelOptions) and cfg.gradient_checkpointing_every > 1 and not cfg.gradient_checkpointing:
         problem = "says which layers are recomputed, but --gradient_checkpointing is off"
         yield Violation("gradient_checkpointing_every", problem, "add --gradient_checkpointing")
@@ -212,12 +225,6 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
         yield Violation("aux_loss_coef", problem, "leave out --gradient_checkpointing_use_reentrant")
     if isinstance(cfg, RMConfig) and cfg.use_liger_kernel:
         yield Violation("use_liger_kernel", "has no kernels for reward models", "leave it out")
-    elif flag_value(cfg, "use_liger_kernel") and importlib.util.find_spec("liger_kernel") is None:
-        yield Violation(
-            "use_liger_kernel",
-            "needs the package liger-kernel, which isn't installed",
-            "pip install liger-kernel, or leave the flag out",
-        )
 
 
 def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:

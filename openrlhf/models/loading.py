@@ -246,8 +246,6 @@ def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None) -> I
 
 
 def _liger_class() -> Any:
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ModelLoadError("--use_liger_kernel needs the Python package 'liger-kernel', which is not installed")
     from liger_kernel.transformers import AutoLigerKernelForCausalLM
 
     return AutoLigerKernelForCausalLM
@@ -272,8 +270,6 @@ def _from_pretrained(
         implementation = {"": attention, "text_config": attention, "vision_config": "sdpa"}
     if opts.experts_implementation is not None:
         extra["experts_implementation"] = opts.experts_implementation
-    if opts.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        raise ModelLoadError("--load_in_4bit needs the package bitsandbytes: pip install bitsandbytes")
     try:
         with _zero3_loading(path, opts, zero3_init), _no_load_report():
             model, info = auto_class.from_pretrained(

@@ -84,8 +84,6 @@ class EpisodeSpec:
     weight_version: int = 0
 
     def __post_init__(self) -> None:
-        if self.on_agent_failure not in ("raise", "drop"):
-            raise ValueError(f"on_agent_failure must be raise or drop, got {self.on_agent_failure!r}")
         if self.longest_prompt < 1:
             raise ValueError(
                 f"max_length {self.max_length} leaves no room for a prompt (max_tokens "

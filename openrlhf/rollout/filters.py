@@ -28,10 +28,6 @@ class DynamicFilter:
     low: float = 0.0
     high: float = 1.0
 
-    def __post_init__(self) -> None:
-        if not self.low < self.high:
-            raise ValueError(f"dynamic_filtering_reward_range: low {self.low} must be below high {self.high}")
-
     def __str__(self) -> str:
         return f" with a mean score strictly between {self.low:g} and {self.high:g}"
 
@@ -195,8 +191,6 @@ class GroupCollector:
         max_rounds: int = 10,
         select: Selection = oldest_first,
     ) -> None:
-        if target < 1 or max_rounds < 1:
-            raise ValueError(f"target {target} and max_rounds {max_rounds} must be at least 1")
         self._target = target
         self._tally = GroupTally(group_filter)
         self._buffer = buffer

@@ -70,8 +70,6 @@ class MetricsLogger:
             extra_logs: what code of the user's adds under names of its choice; one that is taken becomes
                 ``extra/<name>``, with a warning.
         """
-        if kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         extra = self._under_free_names(extra_logs or {}, metrics)
         values = {name: float(value) for name, value in (*extra.items(), *metrics.items())}
         plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -148,12 +146,8 @@ def public_config(cfg: Any) -> dict[str, Any]:
 def _open_tensorboard(cfg: LoggingOptions, run_name: str) -> Any:
     if not cfg.use_tensorboard:
         return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise RuntimeError(
-            "--use_tensorboard needs the Python package 'tensorboard', which is not installed"
-        ) from error
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(log_dir=os.path.join(cfg.use_tensorboard, run_name))
 
 
@@ -161,10 +155,8 @@ def _open_wandb(cfg: LoggingOptions, run_name: str, folder: Path) -> Any:
     """A W&B run; None when it is not asked for, or can't be started in a minute (which is said)."""
     if not cfg.use_wandb:
         return None
-    try:
-        import wandb
-    except ImportError as error:
-        raise RuntimeError("--use_wandb needs the Python package 'wandb', which is not installed") from error
+    import wandb
+
     offline = os.environ.get("WANDB_MODE", "") in ("offline", "disabled", "dryrun")
     try:
         if not offline and not wandb.api.api_key:

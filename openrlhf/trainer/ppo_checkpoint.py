@@ -30,20 +30,11 @@ class PPOCheckpoints:
         self._write(f"global_step{step}", client_state, keep=self._cfg.max_ckpt_num)
 
     def improves(self, metrics: dict[str, float]) -> bool:
-        """After an evaluation: is the metric of the best checkpoint better than ever? Remembers it if so.
-
-        Raises:
-            ValueError: ``--best_metric_key`` is none of the metrics.
-        """
+        """After an evaluation: is the metric of the best checkpoint better than ever? Remembers it if so."""
         written = not self._cfg.rollout_only and (self._cfg.save_hf_ckpt or not self._cfg.disable_ds_ckpt)
         if self._cfg.best_metric_key == NO_METRIC or not written:
             return False
-        key = self._cfg.best_metric_key or next((k for k in sorted(metrics) if k.endswith("_pass1")), None)
-        if key is None or key not in metrics:
-            raise ValueError(
-                f"--best_metric_key {self._cfg.best_metric_key!r} is no evaluation metric; there are: "
-                f"{', '.join(sorted(metrics))} (or `none` for no best checkpoint)"
-            )
+        key = self._cfg.best_metric_key or next(k for k in sorted(metrics) if k.endswith("_pass1"))
         if self._best_key == key and self._best_value is not None and metrics[key] <= self._best_value:
             return False
         self._best_key, self._best_value = key, metrics[key]

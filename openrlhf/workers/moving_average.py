@@ -15,8 +15,6 @@ class MovingAverage:
     """
 
     def __init__(self, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"--ema_beta must be in [0, 1), got {decay}")
         self.decay = decay
         self.weights: dict[str, Tensor] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -500,3 +501,21 @@ class TestRewards:
     def test_custom_algorithms(self, tmp_path: Path) -> None:
         assert "no file x.py" in violations(PPO, "--custom_algorithms", "x.py")["custom_algorithms"]
         assert not violations(PPO, "--custom_algorithms", write(tmp_path / "x.py", ""))
+
+
+@pytest.mark.parametrize(
+    ("flags", "flag", "problem"),
+    [
+        ("--use_liger_kernel", "use_liger_kernel", "needs the package liger-kernel"),
+        ("--load_in_4bit --lora_rank 8", "load_in_4bit", "needs the package bitsandbytes"),
+        ("--experts_implementation deepgemm", "experts_implementation", "deepgemm needs the package kernels"),
+        ("--use_tensorboard runs", "use_tensorboard", "needs the package tensorboard"),
+        ("--use_wandb key", "use_wandb", "needs the package wandb"),
+    ],
+)
+def test_packages_that_are_not_installed_are_named(
+    flags: str, flag: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert flag not in violations("train_sft", "--experts_implementation", "grouped_mm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert problem in violations("train_sft", *flags.split())[flag]

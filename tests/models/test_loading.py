@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -114,14 +113,6 @@ def test_attention_choice() -> None:
         resolve_attention("kernels-community/vllm-flash-attn3", True)
     with pytest.raises(ModelLoadError, match="unknown"):
         resolve_attention("nonsense", True)
-
-
-def test_packages_that_are_not_installed_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelLoadError, match="liger-kernel"):
-        load_causal_lm(str(folder), options(use_liger_kernel=True))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match="pip install bitsandbytes"):
-        load_causal_lm(str(folder), options(load_in_4bit=True, param_dtype="bf16"))
 
 
 # ----------------------------------------------------------------------------------------------- value and reward head

@@ -65,8 +65,6 @@ def test_the_mean_is_of_scores_and_the_spread_of_rewards() -> None:
     assert judge([0.2, 0.8], [3.0, 3.0]) == "zero_spread"
     assert judge([0.5, 0.6], [-7.0, 9.0]) is None
     assert judge([0.5, 1.5], low=0.0, high=1.0) == "mean_high"
-    with pytest.raises(ValueError, match="low 1.0 must be below high 1.0"):
-        DynamicFilter(1.0, 1.0)
 
 
 def run(
@@ -195,8 +193,6 @@ def test_the_collector_checks_its_callers() -> None:
         collector.drew(items[:1], 1)
     with pytest.raises(ValueError, match="group id 107 was never drawn"):
         collector.add(group(7, [1.0]))
-    with pytest.raises(ValueError, match="must be at least 1"):
-        GroupCollector(0, None, RolloutBuffer())
 
 
 # --- The buffer

@@ -16,7 +16,6 @@ from openrlhf.rollout.usercode import gather_all
 logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
-FAILURE_POLICIES = ("stop", "drop", "zero")
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,6 @@ class RewardClient:
         batch_size: int = BATCH_SIZE,
         max_concurrency: int = 16,
     ) -> None:
-        if on_failure not in FAILURE_POLICIES:
-            raise ValueError(f"reward_on_failure must be one of {FAILURE_POLICIES}, got {on_failure!r}")
-        if batch_size < 1 or max_concurrency < 1:
-            raise ValueError(f"batch_size {batch_size} and max_concurrency {max_concurrency} must be at least 1")
         self._source = source
         self._on_failure = on_failure
         self._batch_size = batch_size

@@ -55,11 +55,6 @@ class HTTPOptions:
     max_wait: float = 30.0
     jitter: float = 1.0
 
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "max_connections", "timeout", "max_tries"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"reward server option {name} must be positive, got {getattr(self, name)}")
-
 
 class _TryFailed(Exception):
     """One try failed in a way that may pass."""

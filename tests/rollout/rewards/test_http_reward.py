@@ -403,11 +403,6 @@ def test_labels_without_a_json_form_are_named() -> None:
     with_servers([label_server], use)
 
 
-def test_options_must_be_positive() -> None:
-    with pytest.raises(ValueError, match="max_tries must be positive"):
-        HTTPOptions(max_tries=0)
-
-
 def test_default_waits_outlast_a_minute_of_downtime() -> None:
     options = HTTPOptions()
     waits = [min(options.first_wait * 2**i, options.max_wait) for i in range(options.max_tries - 1)]
