@@ -157,10 +157,10 @@ class TestRefused:
         self.check(tmp_path, base, capsys, "is --model_path", flags=("--output_path", f"{base}/."))
 
     def test_a_result_that_differs(self, tmp_path: Path, base: str, capsys: Any, monkeypatch: Any) -> None:
-        from openrlhf.tools import lora
+        from openrlhf.tools import output
 
         with_adapter(base, tmp_path / "lora")
-        monkeypatch.setattr(lora, "torch_dtype", lambda name: torch.bfloat16)
+        monkeypatch.setattr(output, "torch_dtype", lambda name: torch.bfloat16)
         self.check(tmp_path, base, capsys, "largest difference", "nothing was written", flags=("--verify",))
         assert not (tmp_path / "out").exists()
 
