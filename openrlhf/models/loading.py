@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
-import json
 import math
 import os
 import re
@@ -32,6 +31,7 @@ from openrlhf import platform
 from openrlhf.config.options_model import EngineModelOptions
 from openrlhf.models.attention import PACKED_ATTENTION, PackingError, check_packing
 from openrlhf.models.checks import ModelLoadError, check_output, check_positions, fix_rotary, padded_attention
+from openrlhf.models.folder import WEIGHT_FILES, check_model_folder, no_head, require_head
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.head import ScalarHead
 from openrlhf.models.lora import add_lora, is_peft
@@ -48,7 +48,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ZERO3_INIT_BYTES = 4 << 30
 _RANDOM = re.compile("dropout|pdrop|jitter|layerdrop")
 _HEAD = "score"
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -59,42 +58,6 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 # ------------------------------------------------------------------------------------------------- reading
-
-
-def check_model_folder(path: str) -> None:
-    """Fail early, and by name, when a local model folder is incomplete. Hub ids pass.
-
-    Raises:
-        ModelLoadError: the path does not exist, or lacks its configuration or (some of) its weights, or is an adapter.
-    """
-    folder = Path(path)
-    if not folder.exists():
-        if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
-            raise ModelLoadError(f"model folder {path!r} does not exist")
-        return
-    if not folder.is_dir():
-        raise ModelLoadError(f"{path!r} is a file; give the folder that holds config.json and the weights")
-    files = ", ".join(sorted(p.name for p in folder.iterdir())[:20]) or "nothing"
-    weights = [file for pattern in _WEIGHT_FILES for file in folder.glob(pattern) if "adapter_" not in file.name]
-    if (folder / "adapter_config.json").is_file() and not weights:
-        adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        raise ModelLoadError(
-            f"{path!r} holds a LoRA adapter, not a model; merge it into its base model first: openrlhf lora_combiner "
-            f"--model_path {adapter.get('base_model_name_or_path') or 'BASE'} --lora_path {path} --output_path "
-            f"{path.rstrip('/')}_merged{' --is_rm' if adapter.get('task_type') == 'SEQ_CLS' else ''}"
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(f"model folder {path!r} has no config.json (it holds: {files})")
-    for index in folder.glob("*.index.json"):
-        try:
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, OSError) as error:
-            raise ModelLoadError(f"{index} is not a readable weight index: {error}") from error
-        missing = sorted(s for s in shards if not (folder / s).is_file())
-        if missing:
-            raise ModelLoadError(f"model folder {path!r} lacks weight files that {index.name} names: {missing[:10]}")
-    if not weights:
-        raise ModelLoadError(f"model folder {path!r} has no weights (model.safetensors); it holds: {files}")
 
 
 def load_config(path: str) -> PretrainedConfig:
@@ -226,7 +189,7 @@ def resolve_attention(requested: str, packing: bool) -> str:
 def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None) -> Iterator[None]:
     """Make transformers partition parameters while it loads them, for models too big to load whole on each rank."""
     folder = Path(path)
-    size = sum(f.stat().st_size for pattern in _WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
+    size = sum(f.stat().st_size for pattern in WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
     wanted = force if force is not None else size >= ZERO3_INIT_BYTES
     if not wanted or opts.load_in_4bit or effective_zero_stage(opts.zero_stage) != 3:
         yield
@@ -374,6 +337,8 @@ def load_sequence_regression(
         ModelLoadError: the model can't be read, or has no head and nothing would train one.
         PackingError: it can't keep packed sequences apart.
     """
+    if not (trainable or init_head):
+        require_head(path, head_prefix)
     config = load_config(path)
     prefix = getattr(config, "value_head_prefix", None) or head_prefix
     config.value_head_prefix = prefix
@@ -392,11 +357,8 @@ def load_sequence_regression(
         raise ModelLoadError(f"model {path!r} lacks {len(body_missing)} weight(s), for example {body_missing[:5]}")
     if head_missing or init_head:
         if head_missing and not init_head:
-            if not trainable:
-                raise ModelLoadError(
-                    f"{path!r} has no weight {prefix}.weight, so it is no reward model; train one with train_rm, or "
-                    "name the head with --value_head_prefix"
-                )
+            if not trainable:  # of a hub id, the weights are known only now
+                raise no_head(path, prefix)
             note_once(logger, f"{path}: no weight {prefix}.weight; the head starts from random values")
         _init_head(head, config.get_text_config().hidden_size, opts.seed)
     model.score = ScalarHead.of(head)

@@ -19,7 +19,8 @@ from openrlhf.datasets import text as texts
 from openrlhf.datasets.prompts import PromptRow, build_prompts
 from openrlhf.datasets.sources import load_configured_rows, require_columns
 from openrlhf.engines.spec import engine_environment, model_arguments
-from openrlhf.models.loading import check_model_folder, load_tokenizer
+from openrlhf.models.folder import check_model_folder
+from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import LoadSettings, use_modelscope

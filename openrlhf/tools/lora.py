@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from openrlhf.config import LoraCombinerConfig
-from openrlhf.models.folder import read_config
-from openrlhf.models.loading import check_model_folder, load_sequence_regression, load_tokenizer, unwrap_hf
+from openrlhf.models.folder import check_model_folder, read_config
+from openrlhf.models.loading import load_sequence_regression, load_tokenizer, unwrap_hf
 from openrlhf.tools.errors import ToolError
 from openrlhf.tools.loading import DEFAULT_HEAD, LoadSettings, load_for_inference, stored_dtype
 from openrlhf.tools.output import check_output, write_model

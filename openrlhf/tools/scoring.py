@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batching import pack
 from openrlhf.datasets import text as texts
-from openrlhf.models.folder import require_head
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.logprobs import RewardModel
 from openrlhf.tools.loading import LoadSettings, load_for_inference
@@ -58,7 +57,6 @@ class RewardScorer:
         Raises:
             ModelLoadError: it can't be read, has no head, or no mean and std although ``normalize`` asks for them.
         """
-        require_head(path, head_prefix)
         tokenizer = load_tokenizer(path, use_fast=use_fast)
         hf_model = load_for_inference(path, settings, is_rm=True, head_prefix=head_prefix)
         model = RewardModel(hf_model, packing=settings.packing_samples, normalize=normalize)

@@ -15,7 +15,8 @@ from openrlhf.batching import MicroBatch
 from openrlhf.config import DPOConfig
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.models.loading import check_model_folder, load_causal_lm
+from openrlhf.models.folder import check_model_folder
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.preference import PreferenceTrainer, row_limits
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored

@@ -25,9 +25,8 @@ from openrlhf.engines.rollouts import (
     reward_source,
     reward_urls,
 )
-from openrlhf.models.folder import require_head
+from openrlhf.models.folder import check_model_folder, require_head
 from openrlhf.models.loading import (
-    check_model_folder,
     load_config,
     load_tokenizer,
     require_score_scale,

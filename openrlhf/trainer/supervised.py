@@ -18,7 +18,8 @@ from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns
-from openrlhf.models.loading import check_model_folder, load_tokenizer
+from openrlhf.models.folder import check_model_folder
+from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.logprobs import Backbone
 from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.models.attention import PACKED_ATTENTION
 from openrlhf.models.export import exported_weights
-from openrlhf.models.folder import require_head
+from openrlhf.models.folder import check_model_folder, require_head
 from openrlhf.models.loading import (
     ModelLoadError,
-    check_model_folder,
     load_causal_lm,
     load_sequence_regression,
     load_tokenizer,

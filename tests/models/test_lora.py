@@ -12,10 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from openrlhf.models.export import exported_weights
-from openrlhf.models.folder import require_head
+from openrlhf.models.folder import check_model_folder, require_head
 from openrlhf.models.loading import (
     ModelLoadError,
-    check_model_folder,
     load_causal_lm,
     load_sequence_regression,
     write_hf_folder,

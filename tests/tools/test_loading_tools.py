@@ -11,9 +11,10 @@ import pytest
 import torch
 from tool_helpers import make_reward_model
 
+from openrlhf.models import folder, loading
 from openrlhf.models.folder import require_head, weight_names
 from openrlhf.models.loading import ModelLoadError
-from openrlhf.tools.loading import stored_dtype, use_modelscope
+from openrlhf.tools.loading import LoadSettings, load_for_inference, stored_dtype, use_modelscope
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
@@ -37,6 +38,22 @@ def test_the_head_is_there(tmp_path: Path) -> None:
     require_head(path, "value_head")
     with pytest.raises(ModelLoadError, match=r"no weight score\.weight.*\(value_head\.weight\).*--value_head_prefix"):
         require_head(path, "score")
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_a_missing_head_is_refused_in_one_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: bool) -> None:
+    """Before the model is loaded, or after, where the weights of a hub id can't be looked at before."""
+    path = make_tiny_model(tmp_path / "model")
+    if hub:
+        monkeypatch.setattr(folder, "weight_names", lambda _: None)
+        require_head(path, "value_head")
+    else:
+        monkeypatch.setattr(loading, "AutoModelForSequenceClassification", None)
+    with pytest.raises(ModelLoadError) as caught:
+        load_for_inference(path, LoadSettings(), is_rm=True, head_prefix="value_head")
+    assert str(caught.value) == str(folder.no_head(path, "value_head"))
+    if hub:
+        load_for_inference(path, LoadSettings(), is_rm=True, init_head=True)
 
 
 def test_stored_dtype(tmp_path: Path) -> None:
