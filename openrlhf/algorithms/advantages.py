@@ -324,8 +324,6 @@ def _discounted_sums(terms: Tensor, decay: float, mask: Tensor, cu_seqlens: Tens
     counts = torch.bincount(ids, minlength=cu_seqlens.numel() - 1)
     width = int(counts.max()) if counts.numel() else 0
     result = torch.zeros_like(terms)
-    if width == 0:
-        return result
     # one row a sequence, actions aligned to the left; the zeros behind them do not disturb the recursion
     column = torch.arange(ids.numel(), device=ids.device) - (counts.cumsum(0) - counts)[ids]
     grid = terms.new_zeros(counts.numel(), width)
@@ -371,7 +369,7 @@ def whiten(values: Tensor, mask: Tensor, *, std_norm: bool = True) -> Tensor:
     centred = zero_masked(clean - mean, mask)
     std = ((centred**2).sum() / count).sqrt()
     # rounding in the mean must not be blown up to a signal
-    negligible = std <= 1e-12 * mean.abs().clamp(min=1e-12)
+    negligible = std <= 1e-12 * mean.abs()
     centred = torch.where(negligible, torch.zeros_like(centred), centred)
     return centred / (std + WHITEN_EPS) if std_norm else centred
 

@@ -67,9 +67,9 @@ class PolicyLoss:
 
     Attributes:
         per_token: ``[N]``, to be aggregated.
-        metrics: detached per-token values ``[N]``, to be averaged over unmasked tokens: ``ratio``,
-            ``ppo_clip_ratio`` (1 where the clip took effect), ``ppo_kl`` (old minus new log-prob), and
-            those of the rollout correction; without a weight, none about its bounds.
+        metrics: detached per-token values ``[N]``, to be averaged over unmasked tokens: ``ppo_clip_ratio`` (1
+            where the clip took effect), ``ppo_kl`` (old minus new log-prob), and those of the rollout
+            correction; without a weight, none about its bounds.
     """
 
     per_token: Tensor
@@ -210,7 +210,7 @@ def ppo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor,
     log_ratio = _log_ratio(inputs)
     ratio = log_ratio.exp()
     loss, clipped = _clipped_surrogate(ratio, inputs.advantages, settings)
-    return loss, {"ratio": ratio, "ppo_clip_ratio": clipped}
+    return loss, {"ppo_clip_ratio": clipped}
 
 
 @register_policy_loss("gspo", aggregation="seq-mean-token-mean", rollout_ratio=True)
@@ -225,7 +225,7 @@ def gspo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     token_mean = mean[sequence_ids(inputs.cu_seqlens, log_ratio.numel())]
     ratio = (token_mean + inputs.logprobs - inputs.logprobs.detach()).exp()
     loss, clipped = _clipped_surrogate(ratio, inputs.advantages, settings)
-    return loss, {"ratio": ratio, "ppo_clip_ratio": clipped}
+    return loss, {"ppo_clip_ratio": clipped}
 
 
 @register_policy_loss("cispo")
@@ -238,7 +238,7 @@ def cispo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tenso
     ratio = log_ratio.exp().detach()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     loss = -weight * inputs.advantages * inputs.logprobs
-    return loss, {"ratio": ratio, "ppo_clip_ratio": (weight != ratio).float()}
+    return loss, {"ppo_clip_ratio": (weight != ratio).float()}
 
 
 @register_policy_loss("gmpo", aggregation="seq-mean-token-mean")
@@ -255,7 +255,7 @@ def gmpo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     mean = masked_sequence_mean(chosen, inputs.action_mask, inputs.cu_seqlens)
     ratio = mean.exp()[sequence_ids(inputs.cu_seqlens, log_ratio.numel())]
     clipped = (chosen != log_ratio).float()
-    return -ratio * inputs.advantages, {"ratio": ratio, "ppo_clip_ratio": clipped}
+    return -ratio * inputs.advantages, {"ppo_clip_ratio": clipped}
 
 
 @register_policy_loss("sapo")
@@ -271,4 +271,4 @@ def sapo(inputs: PolicyLossInputs, settings: PolicyLossSettings) -> tuple[Tensor
     tau = torch.where(inputs.advantages > 0, settings.sapo_tau_positive, negative)
     loss = -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1)) * inputs.advantages
     outside = (ratio < 1 - settings.clip_low) | (ratio > 1 + settings.clip_high)
-    return loss, {"ratio": ratio, "ppo_clip_ratio": outside.float()}
+    return loss, {"ppo_clip_ratio": outside.float()}

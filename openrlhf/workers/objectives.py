@@ -102,7 +102,7 @@ class PolicyObjective:
         loss = policy
         metrics = MetricSum()
         share = mask.sum() / max(step.denominators.tokens, 1)
-        per_token = {name: values for name, values in result.metrics.items() if name != "ratio"}
+        per_token = dict(result.metrics)
         rollout = columns.get("rollout_logprobs")
         if rollout is not None:
             per_token["logprobs_diff"] = (old - rollout).abs()

@@ -100,11 +100,11 @@ def reference_outcomes(name, rewards, lengths, groups, clip, baselines, k):
 
 
 def reference(name, batch: Batch, rewards, steps, kl, values, settings: AdvantageSettings, baselines):
-    """Advantages and returns, packed, as plain lists."""
+    """Advantages, returns and rewards of tokens, packed, as plain lists."""
     lengths = [sum(mask) for mask in batch.masks]
     clip = settings.reward_clip_range or (-math.inf, math.inf)
     outcomes = reference_outcomes(name, rewards, lengths, batch.groups, clip, baselines, settings.pass_k)
-    advantages, returns = [], []
+    advantages, returns, earned = [], [], []
     for i, (start, _) in enumerate(batch.bounds):
         mask = batch.masks[i]
         actions = [t for t, m in enumerate(mask) if m]
@@ -131,6 +131,7 @@ def reference(name, batch: Batch, rewards, steps, kl, values, settings: Advantag
                 adv[a] = ret[a] = following_ret
         advantages += adv
         returns += ret
+        earned += [token_reward.get(t, 0.0) for t in range(len(mask))]
     if name in ("gae", "reinforce", "reinforce_baseline"):
         flat = [m for mask in batch.masks for m in mask]
         chosen = [x for x, m in zip(advantages, flat, strict=True) if m]
@@ -139,7 +140,7 @@ def reference(name, batch: Batch, rewards, steps, kl, values, settings: Advantag
             std = math.sqrt(sum((x - mean) ** 2 for x in chosen) / len(chosen))
             divisor = std + 1e-8 if settings.std_norm else 1.0
             advantages = [(x - mean) / divisor if m else 0.0 for x, m in zip(advantages, flat, strict=True)]
-    return advantages, returns
+    return advantages, returns, earned
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -171,9 +172,13 @@ def test_estimator_equals_reference(name: str, batch: Batch, data: st.DataObject
         baselines=torch.tensor(baselines, dtype=torch.float64),
     )
     result = compute_advantages(name, packed, settings)
-    advantages, returns = reference(name, batch, rewards, steps, kl.tolist(), values.tolist(), settings, baselines)
+    expected = reference(name, batch, rewards, steps, kl.tolist(), values.tolist(), settings, baselines)
+    advantages, returns, earned = expected
     np.testing.assert_allclose(result.returns.numpy(), returns, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(result.advantages.numpy(), advantages, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(result.token_rewards.numpy(), earned, rtol=1e-5, atol=1e-5)
+    sums = [sum(earned[start:end]) for start, end in batch.bounds]
+    np.testing.assert_allclose(result.sequence_returns.numpy(), sums, rtol=1e-5, atol=1e-5)
     assert result.advantages.dtype == torch.float32
     assert (result.advantages[~batch.mask] == 0).all() and (result.returns[~batch.mask] == 0).all()
 

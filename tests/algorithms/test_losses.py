@@ -82,6 +82,7 @@ def test_cross_entropy(batch: Batch) -> None:
     assert loss.item() == pytest.approx(want, abs=1e-12)
     assert torch.equal(logprobs.grad, -mask.double())
     assert torch.equal(cross_entropy_tokens(logprobs, mask).sum(), loss)
+    assert cross_entropy_sum(logprobs.bfloat16(), mask).dtype == torch.float32
 
 
 def test_response_logprobs_leave_out_both_prompts() -> None:
@@ -131,6 +132,9 @@ def test_dpo_equals_reference(rows: list, beta: float, smoothing: float) -> None
         assert ipo.per_pair[i].item() == pytest.approx((h - 1 / (2 * beta)) ** 2, rel=1e-9)
         assert dpo.chosen_rewards[i].item() == pytest.approx(beta * (c - ref_c), abs=1e-12)
         assert dpo.rejected_rewards[i].item() == pytest.approx(beta * (r - ref_r), abs=1e-12)
+    trained = [column.clone().requires_grad_() for column in columns[:2]]
+    shown = dpo_loss(*trained, *columns[2:], beta=beta)
+    assert not shown.chosen_rewards.requires_grad and not shown.rejected_rewards.requires_grad
     columns[0].requires_grad_()
     for options in ({"label_smoothing": smoothing}, {"ipo": True}):
         assert torch.autograd.gradcheck(

@@ -50,7 +50,7 @@ def make_inputs(batch: Batch, *, constant_advantage: bool = False) -> PolicyLoss
     )
 
 
-# --- references: per-token value, and gradient of each token's log-prob in the sum of all losses -----
+# --- references: per-token value, gradient of each token's log-prob in the sum of all losses, and where it was clipped
 
 
 def clipped_surrogate(r: float, a: float, s: PolicyLossSettings) -> tuple[float, float]:
@@ -62,9 +62,9 @@ def clipped_surrogate(r: float, a: float, s: PolicyLossSettings) -> tuple[float,
     return value, slope
 
 
-def reference(name: str, batch: Batch, x: PolicyLossInputs, s: PolicyLossSettings) -> tuple[list, list]:
+def reference(name: str, batch: Batch, x: PolicyLossInputs, s: PolicyLossSettings) -> tuple[list, list, list]:
     new, old, adv = x.logprobs.tolist(), x.old_logprobs.tolist(), x.advantages.tolist()
-    loss, grad = [0.0] * len(new), [0.0] * len(new)
+    loss, grad, clipped = [0.0] * len(new), [0.0] * len(new), [False] * len(new)
     for (start, end), mask in zip(batch.bounds, batch.masks, strict=True):
         actions = [t for t in range(start, end) if mask[t - start]]
         if not actions:
@@ -76,18 +76,19 @@ def reference(name: str, batch: Batch, x: PolicyLossInputs, s: PolicyLossSetting
             r, a = ratios[t], adv[t]
             if name == "ppo":
                 loss[t], slope = clipped_surrogate(r, a, s)
-                grad[t] = slope * r
+                grad[t], clipped[t] = slope * r, slope == 0
             elif name == "gspo":
                 loss[t], slope = clipped_surrogate(sequence_ratio, a, s)
-                grad[t] = slope * sequence_ratio
+                grad[t], clipped[t] = slope * sequence_ratio, slope == 0
             elif name == "cispo":
                 weight = min(max(r, 1 - s.clip_low), 1 + s.clip_high)
-                loss[t], grad[t] = -weight * a * new[t], -weight * a
+                loss[t], grad[t], clipped[t] = -weight * a * new[t], -weight * a, weight != r
             elif name == "sapo":
                 tau = s.sapo_tau_positive if a > 0 else s.sapo_tau_negative
                 gate = 1 / (1 + math.exp(-tau * (r - 1)))
                 loss[t] = -4 / tau * gate * a
                 grad[t] = -4 * gate * (1 - gate) * a * r
+                clipped[t] = not 1 - s.clip_low <= r <= 1 + s.clip_high
             elif name == "gmpo":
                 d = math.log(r)
                 if a > 0:
@@ -98,9 +99,9 @@ def reference(name: str, batch: Batch, x: PolicyLossInputs, s: PolicyLossSetting
             geometric = math.exp(sum(chosen.values()) / len(actions))
             for t in actions:
                 loss[t] = -adv[t] * geometric
-                free = chosen[t] == math.log(ratios[t])
-                grad[t] = -sum(adv[u] for u in actions) * geometric / len(actions) if free else 0.0
-    return loss, grad
+                clipped[t] = chosen[t] != math.log(ratios[t])
+                grad[t] = 0.0 if clipped[t] else -sum(adv[u] for u in actions) * geometric / len(actions)
+    return loss, grad, clipped
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,9 +113,10 @@ def test_loss_equals_reference(name: str, dual_clip: float | None, batch: Batch)
     inputs = make_inputs(batch)
     result = policy_loss(name, inputs, settings)
     result.per_token.sum().backward()
-    loss, grad = reference(name, batch, inputs, settings)
+    loss, grad, clipped = reference(name, batch, inputs, settings)
     np.testing.assert_allclose(result.per_token.detach(), loss, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(inputs.logprobs.grad, grad, rtol=1e-9, atol=1e-12)
+    assert result.metrics["ppo_clip_ratio"].tolist() == clipped
 
 
 @given(batch=batches())
@@ -217,6 +219,25 @@ def test_huge_log_ratio_stays_finite(name: str) -> None:
     assert loss.isfinite() and inputs.logprobs.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_current_policy_gets_a_gradient(name: str) -> None:
+    inputs = one_sequence([-1.0, -1.2], [-1.1, -1.3], [0.5, -0.5], [1, 1], rollout=[-1.2, -1.1])
+    constants = (inputs.old_logprobs, inputs.advantages, inputs.rollout_logprobs)
+    for column in constants:
+        column.requires_grad_()
+    result = policy_loss(name, inputs, PolicyLossSettings(), CorrectionSettings())
+    result.per_token.sum().backward()
+    assert inputs.logprobs.grad.abs().min() > 0 and all(column.grad is None for column in constants)
+    assert not any(values.requires_grad for values in result.metrics.values())
+
+
+def test_sapo_has_the_temperatures_of_the_paper() -> None:
+    inputs = one_sequence([-1.0, -1.0], [-1.5, -1.5], [1.0, -1.0], [1, 1])
+    gates = [4 / tau / (1 + math.exp(-tau * (math.exp(0.5) - 1))) for tau in (1.0, 1.05)]
+    loss = policy_loss("sapo", inputs, PolicyLossSettings()).per_token.tolist()
+    assert loss == pytest.approx([-gates[0], gates[1]])
+
+
 def test_clip_fraction() -> None:
     inputs = one_sequence([math.log(1.5), 0.0], [0.0, 0.0], [1.0, 1.0], [1, 1])
     clipped = policy_loss("ppo", inputs, PolicyLossSettings()).metrics["ppo_clip_ratio"]
@@ -240,10 +261,11 @@ def test_registered_loss_gets_clean_inputs(monkeypatch: pytest.MonkeyPatch) -> N
     @register_policy_loss("test_plain")
     def plain(inputs: PolicyLossInputs, settings: PolicyLossSettings):
         assert inputs.old_logprobs.isfinite().all()
-        return -inputs.logprobs * inputs.advantages, {}
+        return 0.25 - inputs.logprobs * inputs.advantages, {"seen": torch.ones(2)}
 
     inputs = one_sequence([-1.0, 0.0], [-1.0, NAN], [0.5, 0.5], [1, 0])
-    assert policy_loss("test_plain", inputs, PolicyLossSettings()).per_token.tolist() == [0.5, 0.0]
+    result = policy_loss("test_plain", inputs, PolicyLossSettings())
+    assert result.per_token.tolist() == [0.75, 0.0] and result.metrics["seen"].tolist() == [1.0, 0.0]
 
 
 # --- rollout correction --------------------------------------------------------------------------------
@@ -301,6 +323,11 @@ def test_correction_equals_reference(settings: CorrectionSettings, batch: Batch)
     assert torch.equal(result.metrics["is_filter_ratio"] == 1, rejected)
     gap = torch.where(mask, inputs.rollout_logprobs - inputs.old_logprobs, 0.0)
     torch.testing.assert_close(result.metrics["vllm_kl"], gap)
+    rho = torch.where(mask, (-gap).exp(), 0.0)
+    torch.testing.assert_close(result.metrics["is_ratio"], rho)
+    torch.testing.assert_close(result.metrics["is_ratio_sq"], rho * rho)
+    clamped = (torch.tensor(want, dtype=torch.float64) - rho).abs() > 1e-9
+    assert torch.equal(result.metrics["is_clip_ratio"] == 1, clamped & mask & ~rejected)
 
     plain = policy_loss("ppo", inputs, SETTINGS).per_token
     weighted = policy_loss("ppo", inputs, SETTINGS, settings).per_token
@@ -367,6 +394,15 @@ def test_correction_needs_the_rollout_logprobs() -> None:
     inputs = one_sequence([-1.0], [-1.0], [1.0], [1])
     with pytest.raises(ValueError, match="needs the rollout log-probs"):
         policy_loss("ppo", inputs, PolicyLossSettings(), CorrectionSettings())
+
+
+def test_divergence_of_probabilities_that_round_to_0_or_1() -> None:
+    """In float32 exp(-200) is 0: equal ones are kept, and 0 against 1/2 is far outside (KL 0.69 or more)."""
+    old = torch.tensor([-200.0, 0.0, -200.0, math.log(0.5)])
+    rollout = torch.tensor([-200.0, 0.0, math.log(0.5), -200.0])
+    settings = CorrectionSettings.from_type("icepop", 0, 0.6, gating="binary_kl")
+    result = rollout_correction(old, rollout, torch.ones(4).bool(), torch.tensor([0, 4]), settings)
+    assert result.metrics["is_filter_ratio"].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("name", NAMES)
