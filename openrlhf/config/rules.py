@@ -27,7 +27,7 @@ from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_value
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
 from openrlhf.config.limits import check_limits
-from openrlhf.config.options_data import DataOptions, SupervisedDataOptions
+from openrlhf.config.options_data import SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
 from openrlhf.config.problems import Violation, not_there
 from openrlhf.config.rules_ppo import check_division, check_ppo, check_reward_sources, nearest_multiples
@@ -53,13 +53,12 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
     violations += _check_models(cfg)
     violations += _check_template(cfg)
     violations += _check_packages(cfg)
+    violations += _check_data(cfg)
     if isinstance(cfg, LoadOptions):
         violations += _check_loading(cfg)
     if isinstance(cfg, DeepSpeedOptions):
         violations += _check_precision(cfg)
         violations += _check_heads(cfg)
-    if isinstance(cfg, DataOptions):
-        violations += _check_data(cfg)
     if isinstance(cfg, TrainerOptions):
         violations += _check_folders(cfg)
         violations += _check_adapter_folders(cfg)
@@ -130,8 +129,6 @@ def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
 def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
     if cfg.remote_rm_url:
         yield from check_reward_sources(cfg.remote_rm_url, cfg.reward_weights)
-    for source in parse_sources(cfg.dataset) if cfg.dataset else []:
-        yield from _check_source("dataset", source)
     if bool(cfg.dataset) == bool(cfg.load_rollouts):
         yield Violation("dataset", "one source of samples is needed", "give either --dataset or --load_rollouts")
     elif cfg.dataset and not (cfg.output_key or cfg.label_key):
@@ -145,10 +142,6 @@ def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
 
 
 def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
-    for source in parse_sources(cfg.dataset) if cfg.dataset else []:
-        yield from _check_source("dataset", source)
-    if cfg.dataset and cfg.dataset_probs:
-        yield from _check_probabilities("dataset", "dataset_probs", cfg.dataset, cfg.dataset_probs)
     if cfg.output_path and Path(cfg.output_path).is_dir():
         yield Violation("output_path", f"{cfg.output_path} is a folder", "name a file, for example out.jsonl")
     processed = cfg.post_processor not in (None, "null")
@@ -265,21 +258,27 @@ def _check_heads(cfg: DeepSpeedOptions) -> Iterator[Violation]:
                 yield Violation(flag, f"{path} {describe_heads(*heads, size)}", f"use one of {str(sizes)[1:-1]}")
 
 
-def _check_data(cfg: DataOptions) -> Iterator[Violation]:
-    training = ("prompt_data", "prompt_split", "prompt_data_probs")
-    if isinstance(cfg, SupervisedDataOptions):
-        training = ("dataset", "dataset_split", "dataset_probs")
-    data_flag, split_flag, probs_flag = training
-    for flag, split in ((data_flag, split_flag), ("eval_dataset", "eval_split")):
-        sources = parse_sources(getattr(cfg, flag)) if getattr(cfg, flag) else []
+# Flags of data: sources, split, probabilities.
+DATA_FLAGS = (
+    ("prompt_data", "prompt_split", "prompt_data_probs"),
+    ("dataset", "dataset_split", "dataset_probs"),
+    ("eval_dataset", "eval_split", ""),
+)
+
+
+def _check_data(cfg: Any) -> Iterator[Violation]:
+    for flag, split_flag, probs_flag in DATA_FLAGS:
+        text, split, probs = (flag_value(cfg, name) for name in (flag, split_flag, probs_flag))
+        sources = parse_sources(text) if text else []
         names = [source.name for source in sources if source.name is not None]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield Violation(flag, f"two sources are called {name}", "give each a name of its own")
         for source in sources:
             yield from _check_source(flag, source)
-        yield from _check_split(split, getattr(cfg, split), sources)
-    if getattr(cfg, data_flag) and getattr(cfg, probs_flag):
-        yield from _check_probabilities(data_flag, probs_flag, getattr(cfg, data_flag), getattr(cfg, probs_flag))
+        if split is not None:
+            yield from _check_split(split_flag, split, sources)
+        if sources and probs:
+            yield from _check_probabilities(flag, probs_flag, len(sources), probs)
 
 
 def _check_split(flag: str, split: str, sources: list[Source]) -> Iterator[Violation]:
@@ -311,8 +310,7 @@ def _check_source(flag: str, source: Source) -> Iterator[Violation]:
         yield not_there(flag, source.path)
 
 
-def _check_probabilities(data_flag: str, probs_flag: str, sources: str, text: str) -> Iterator[Violation]:
-    count = len(parse_sources(sources))
+def _check_probabilities(data_flag: str, probs_flag: str, count: int, text: str) -> Iterator[Violation]:
     try:
         probabilities = [float(part) for part in text.split(",")]
     except ValueError:

@@ -7,8 +7,9 @@ collected, not raised, so that all of them can be reported together.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,19 @@ def read_command_line(config_class: type, command: str, argv: Sequence[str]) -> 
     """Read flags, ``--config FILE`` and ``key=value`` overrides; files count less than the rest."""
     written = Written([], [], [])
     from_files: list[Assignment] = []
-    tokens = _Tokens(argv)
-    while not tokens.done:
-        token = tokens.take()
+    tokens = deque(argv)
+    while tokens:
+        token = tokens.popleft()
         if token in ("-h", "--help"):
             written.help = True
         elif token == "--config" or token.startswith("--config="):
-            path = token.partition("=")[2] if "=" in token else tokens.take_value()
-            if path is None:
+            if "=" not in token and _value_ahead(tokens) is None:
                 written.violations.append(Violation("config", "needs a YAML file", "write --config run.yaml"))
             else:
-                from_files.extend(_read_yaml_into(config_class, command, path, written))
+                path = token.partition("=")[2] if "=" in token else tokens.popleft()
+                file = replace(written, assignments=[])
+                _read_yaml_into(config_class, command, path, file)
+                from_files += file.assignments
         elif token.startswith("--") and len(token) > 2:
             _read_flag(config_class, token, tokens, written)
         elif match := _OVERRIDE.fullmatch(token):
@@ -75,40 +78,20 @@ def read_command_line(config_class: type, command: str, argv: Sequence[str]) -> 
     return written
 
 
-class _Tokens:
-    """The command line from left to right."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        self._argv, self._at = list(argv), 0
-
-    @property
-    def done(self) -> bool:
-        return self._at >= len(self._argv)
-
-    def take(self) -> str:
-        self._at += 1
-        return self._argv[self._at - 1]
-
-    def peek_value(self) -> str | None:
-        """The next token if it can be a flag's value: anything that doesn't begin with two dashes."""
-        if self.done or self._argv[self._at].startswith("--"):
-            return None
-        return self._argv[self._at]
-
-    def take_value(self) -> str | None:
-        value = self.peek_value()
-        return None if value is None else self.take()
+def _value_ahead(tokens: deque[str]) -> str | None:
+    """The next token if it can be a flag's value: anything that doesn't begin with two dashes."""
+    return tokens[0] if tokens and not tokens[0].startswith("--") else None
 
 
-def _read_flag(config_class: type, token: str, tokens: _Tokens, written: Written) -> None:
+def _read_flag(config_class: type, token: str, tokens: deque[str], written: Written) -> None:
     name, has_value, text = token[2:].partition("=")
     try:
         target = resolve(config_class, name)
     except UnknownName as unknown:
-        value = text if has_value else None
-        while (following := tokens.peek_value()) is not None and not _OVERRIDE.fullmatch(following):
-            value = tokens.take() if value is None else f"{value} {tokens.take()}"
-        written.violations.append(_unknown(config_class, "--" + name, unknown, value, ""))
+        values = [text] if has_value else []
+        while (following := _value_ahead(tokens)) is not None and not _OVERRIDE.fullmatch(following):
+            values.append(tokens.popleft())
+        written.violations.append(_unknown(config_class, "--" + name, unknown, " ".join(values) or None, ""))
         return
     spec = flag_specs(config_class)[target.flag]
     raw: Any
@@ -117,9 +100,9 @@ def _read_flag(config_class: type, token: str, tokens: _Tokens, written: Written
     elif target.negated or (target.retired and target.retired.value is not None):
         raw = True
     elif spec.kind is bool:
-        following = tokens.peek_value()
+        following = _value_ahead(tokens)
         is_word = following is not None and following.lower() in TRUE_WORDS + FALSE_WORDS
-        raw = tokens.take() if is_word else True
+        raw = tokens.popleft() if is_word else True
     else:
         raw = _take_values(config_class, spec, tokens)
         if not raw and spec.count != 0:
@@ -128,14 +111,14 @@ def _read_flag(config_class: type, token: str, tokens: _Tokens, written: Written
     _assign(config_class, target, raw, COMMAND_LINE, written)
 
 
-def _take_values(config_class: type, spec: FlagSpec, tokens: _Tokens) -> list[str]:
+def _take_values(config_class: type, spec: FlagSpec, tokens: deque[str]) -> list[str]:
     values: list[str] = []
-    while (spec.count == 0 or len(values) < spec.count) and (following := tokens.peek_value()) is not None:
+    while (spec.count == 0 or len(values) < spec.count) and (following := _value_ahead(tokens)) is not None:
         if spec.count != 1 and _is_override(config_class, following):
             break
         if spec.info.min_values and len(values) >= spec.info.min_values and not _is_number(following):
             break
-        values.append(tokens.take())
+        values.append(tokens.popleft())
         if spec.count > 1 and _LIST_VALUE.fullmatch(values[0]):
             break
     return values
@@ -159,14 +142,9 @@ def _read_override(config_class: type, token: str, match: re.Match[str], written
         problem = "a flag can't be deleted"
         written.violations.append(Violation(token, problem, f"write {match['key']}=VALUE, or leave it out"))
         return
-    try:
-        target = resolve(config_class, match["key"], prefixes=False)
-    except UnknownName as unknown:
-        written.violations.append(_unknown(config_class, match["key"] + "=", unknown, match["value"], ""))
-        return
-    spec = flag_specs(config_class)[target.flag]
-    raw = parse_override_value(token, match["value"], spec)
-    _assign(config_class, target, raw, COMMAND_LINE, written)
+    if target := _key_target(config_class, match["key"], match["value"], "", written):
+        raw = parse_override_value(token, match["value"], flag_specs(config_class)[target.flag])
+        _assign(config_class, target, raw, COMMAND_LINE, written)
 
 
 def parse_override_value(token: str, text: str, spec: FlagSpec) -> Any:
@@ -231,35 +209,37 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _read_yaml_into(config_class: type, command: str, path: str, written: Written) -> list[Assignment]:
-    inner = Written([], [], written.notes)
+def _read_yaml_into(config_class: type, command: str, path: str, written: Written) -> None:
+    def wrong(problem: str, fix: str) -> None:
+        written.violations.append(Violation("config", problem, fix, alone=True))
+
     try:
         for key, value, line in read_yaml(Path(path).expanduser()):
             origin = path if line is None else f"{path}:{line}"
             if key == COMMAND_KEY:
                 if value != command:
-                    problem = f"is for {value}, not for {command} ({origin})"
-                    inner.violations.append(Violation("config", problem, f"run openrlhf {value}", alone=True))
+                    wrong(f"is for {value}, not for {command} ({origin})", f"run openrlhf {value}")
             else:
-                assign_key(config_class, key, value, origin, inner)
+                assign_key(config_class, key, value, origin, written)
     except OSError as error:
-        problem = f"{path} can't be read: {error.strerror}"
-        inner.violations.append(Violation("config", problem, "check the path", alone=True))
+        wrong(f"{path} can't be read: {error.strerror}", "check the path")
     except ValueError as error:
-        inner.violations.append(Violation("config", f"{path}: {error}", "write one 'flag: value' a line", alone=True))
-    written.violations.extend(inner.violations)
-    return inner.assignments
+        wrong(f"{path}: {error}", "write one 'flag: value' a line")
 
 
 def assign_key(config_class: type, key: str, value: Any, origin: str, written: Written) -> None:
     """Assign a value to a dotted or underscore key of a file."""
+    if target := _key_target(config_class, key, None if value is None else str(value), f" ({origin})", written):
+        _assign(config_class, target, value, origin, written)
+
+
+def _key_target(config_class: type, key: str, value: str | None, where: str, written: Written) -> Target | None:
+    """What the key of an assignment means; what means nothing is noted, and gives None."""
     try:
-        target = resolve(config_class, key, prefixes=False)
+        return resolve(config_class, key, prefixes=False)
     except UnknownName as unknown:
-        text = None if value is None else str(value)
-        written.violations.append(_unknown(config_class, key + "=", unknown, text, f" ({origin})"))
-        return
-    _assign(config_class, target, value, origin, written)
+        written.violations.append(_unknown(config_class, key + "=", unknown, value, where))
+        return None
 
 
 def _assign(config_class: type, target: Target, raw: Any, origin: str, written: Written) -> None:
