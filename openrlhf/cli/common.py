@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.config import parse_cli
+from openrlhf.tools.report import Report
 from openrlhf.utils.errors import ExplainedError
 
 
-def train(command: str, module: str, argv: Sequence[str] | None) -> int:
+def train(command: str, module: str, argv: Sequence[str] | None = None) -> int:
     """Parse and check the flags, then train in this process, a rank of the job.
 
     Args:
@@ -39,17 +40,18 @@ def with_task(argv: Sequence[str] | None) -> list[str]:
     return ["--task"] * short + words
 
 
-def run_tool(tool: Callable[[Any], str], cfg: Any) -> int:
-    """Run a tool and print its sentence about what was done, or why nothing was.
+def run_tool(tool: Callable[[Any], str | Report], cfg: Any) -> int:
+    """Run a tool and print what it says, or why it could do nothing.
 
     Returns:
-        The exit status: 0, or 1 for a failure that was explained; nothing is written then.
+        The exit status: 0, or 1 for a failure that was explained (nothing is written then) or that a report counts.
     """
     try:
-        told = tool(cfg)
+        said = tool(cfg)
     except (ExplainedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if told:
-        print(told)
-    return 0
+    text, failures = (said, 0) if isinstance(said, str) else said
+    if text:
+        print(text)
+    return 1 if failures else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from openrlhf.cli.common import run_tool
 from openrlhf.config import parse_cli
 
 
@@ -21,9 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if asked else 2
     cfg = parse_cli("train_ppo_ray", words[1:])
     from openrlhf.tools.hooks_check import hooks_check
-    from openrlhf.tools.report import print_report
 
-    return print_report(hooks_check, cfg)
+    return run_tool(hooks_check, cfg)
 
 
 if __name__ == "__main__":

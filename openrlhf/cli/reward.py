@@ -5,21 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from openrlhf.cli.common import with_task
+from openrlhf.cli.common import run_tool, with_task
 from openrlhf.config import parse_cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then score samples.
-
-    Returns:
-        The exit status: 0, or 1 for a failure that was explained, a sample without a reward included.
-    """
+    """Parse and check the flags, then score samples; the exit status is that of :func:`run_tool`."""
     cfg = parse_cli("reward", with_task(argv))
-    from openrlhf.tools.report import print_report
     from openrlhf.tools.reward_test import reward_test
 
-    return print_report(reward_test, cfg)
+    return run_tool(reward_test, cfg)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
 from openrlhf.cli.common import train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """See :func:`openrlhf.cli.common.train`."""
-    return train("train_dpo", "openrlhf.trainer.dpo", argv)
-
+main = partial(train, "train_dpo", "openrlhf.trainer.dpo")
 
 if __name__ == "__main__":
     sys.exit(main())
