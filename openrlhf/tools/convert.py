@@ -24,7 +24,15 @@ from openrlhf.tools.output import check_output, write_model
 from openrlhf.tools.verify import answers
 from openrlhf.utils.files import temporary_folder, write_atomic
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.checkpoint_files import LATEST_UNIVERSAL, META, checkpoint_tags, latest_tag, read_meta
+from openrlhf.workers.checkpoint_files import (
+    CONFIG,
+    LATEST_UNIVERSAL,
+    META,
+    TOKENIZER,
+    checkpoint_tags,
+    latest_tag,
+    read_meta,
+)
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import init_distributed
 from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec
@@ -112,23 +120,24 @@ def checkpoint_weights(root: Path, tag: str) -> Iterator[tuple[str, Tensor]]:
 def _to_hf(root: Path, tag: str, cfg: ConvertConfig) -> str:
     assert cfg.pretrain and cfg.output_path
     output = check_output(cfg.output_path, COMMAND, {"ckpt_path": str(root / tag), "pretrain": cfg.pretrain})
-    tokenizer = load_tokenizer(cfg.pretrain)
+    updates = dict(read_meta(root, tag).get(CONFIG, {}))
+    kept = root / tag / TOKENIZER  # a checkpoint of an earlier release has none
+    source = str(kept) if kept.is_dir() else cfg.pretrain
+    tokenizer = load_tokenizer(source)
     settings = LoadSettings(param_dtype="fp32")
     # a reward model may have started from a language model
-    model = load_for_inference(
-        cfg.pretrain, settings, is_rm=cfg.is_rm, head_prefix=cfg.value_head_prefix, init_head=True
-    )
+    head = updates.get("value_head_prefix") or cfg.value_head_prefix
+    model = load_for_inference(cfg.pretrain, settings, is_rm=cfg.is_rm, head_prefix=head, init_head=True)
     count = _fill(model, root, tag, cfg.pretrain)
     before = answers(model, tokenizer, cfg.is_rm) if cfg.verify else []
     facts = {"checkpoint": str(root / tag), "pretrain": cfg.pretrain, "param_dtype": cfg.param_dtype}
-    verified = write_model(model, tokenizer, output, cfg, before, {"command": COMMAND} | facts)
-    return f"wrote {count} weights of {root / tag} to {cfg.output_path}, with {_beside(cfg)}{verified}"
-
-
-def _beside(cfg: ConvertConfig) -> str:
-    """What the folder has beside weights, which a checkpoint does not."""
-    told = f"the tokenizer and the chat template of {cfg.pretrain}"
-    return f"{told}, and no mean and std of the scores for --normalize_reward" if cfg.is_rm else told
+    verified = write_model(model, tokenizer, output, cfg, before, {"command": COMMAND} | facts, updates)
+    told = (
+        f"wrote {count} weights of {root / tag} to {cfg.output_path}, with the tokenizer and chat template of {source}"
+    )
+    if cfg.is_rm:
+        told += f", and {'the' if 'mean' in updates else 'no'} mean and std of the scores for --normalize_reward"
+    return told + verified
 
 
 @torch.no_grad()

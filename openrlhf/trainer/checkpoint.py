@@ -64,7 +64,8 @@ class Checkpoints:
         if self._cfg.disable_ds_ckpt:
             return
         state = {"consumed_samples": self._order.consumed, "order": self._order.state_dict()}
-        self._engine.save_checkpoint(self.root, tag, state, self._cfg.max_ckpt_num, self._cfg.max_ckpt_mem)
+        limits = self._cfg.max_ckpt_num, self._cfg.max_ckpt_mem
+        self._engine.save_checkpoint(self.root, tag, state, *limits, self._tokenizer, hf_config)
 
     def save_final(self, hf_config: dict[str, Any] | None = None) -> None:
         """Write the model and its tokenizer to ``save_path``."""

@@ -80,19 +80,21 @@ class RewardModelTrainer(PreferenceTrainer):
         return super()._evaluates(step, epoch_before) or self.order.epoch > epoch_before
 
     def hf_config(self) -> dict[str, Any] | None:
-        """Mean and standard deviation of the scores of these very weights, and the name of the head."""
+        """Mean and standard deviation of the scores of these very weights, and what stands for padding.
+
+        A checkpoint without a Hugging Face copy is not worth an evaluation: it gets them from one that was just made.
+        """
         step = self.engine.step_count
-        if not self.cfg.save_hf_ckpt and step < self.steps:
-            return None  # nothing is going to be written
-        if self._stats is None or self._stats[0] != step:
+        if (self.cfg.save_hf_ckpt or step >= self.steps) and (self._stats is None or self._stats[0] != step):
             self.engine.eval()
             self.evaluate()
-        assert self._stats is not None
-        _, mean, std = self._stats
+        scale: dict[str, Any] = {}
+        if self._stats is not None and self._stats[0] == step:
+            scale = {"mean": self._stats[1], "std": self._stats[2], "normalize_reward": False}
         # transformers reads the score at the last token that isn't padding, so padding must not be the end token
         pad = self.tokenizer.pad_token_id
         pad = pad if pad != self.tokenizer.eos_token_id else None
-        return {"mean": mean, "std": std, "normalize_reward": False, "pad_token_id": pad}
+        return {**scale, "pad_token_id": pad}
 
 
 def _read_data(cfg: RMConfig, tokenizer: Any) -> tuple[PreferenceDataset, PreferenceDataset]:

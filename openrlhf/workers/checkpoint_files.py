@@ -3,7 +3,8 @@
 Layout below a root::
 
     latest                  tag of the newest complete checkpoint
-    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json, metric.json, average.pt (--enable_ema)
+    <tag>/                  DeepSpeed's shards, rng_<rank>.pt, meta.json, metric.json, average.pt (--enable_ema), and
+                            tokenizer/
     .<tag>.writing/         a checkpoint that is being written (or was, when the process was killed)
 """
 
@@ -27,6 +28,9 @@ LATEST_UNIVERSAL = "latest_universal"
 META = "meta.json"
 LINEAGE = "lineage"
 """Entry of META: the same in all checkpoints of a run and of those that went on from it."""
+CONFIG = "config"
+"""Entry of META: what the run sets in the config.json of its Hugging Face folders."""
+TOKENIZER = "tokenizer"
 METRIC = "metric.json"
 AVERAGE = "average.pt"
 BEST_PREFIX = "best_"

@@ -383,12 +383,18 @@ class TrainEngine:
         client_state: dict[str, Any],
         max_num: int | None = None,
         max_mem_gib: float = math.inf,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config_updates: dict[str, Any] | None = None,
     ) -> None:
         """Write weights, optimizer, schedule, random states and ``client_state`` as ``root/tag``.
 
         The folder appears when it is complete; then ``latest`` is moved to it; then checkpoints beyond ``max_num``
         or ``max_mem_gib`` are removed (None = keep all), and, when the tag begins with ``best_``, the earlier best
         ones. All ranks call it.
+
+        Args:
+            tokenizer: kept for Hugging Face folders made of the checkpoint later.
+            config_updates: the same of entries of their config.json; see :meth:`save_hf`.
 
         Raises:
             DistributedError: a rank could not write its part (earlier checkpoints are untouched), or rank 0 could not
@@ -413,6 +419,8 @@ class TrainEngine:
                 save_latest=False,
                 exclude_frozen_parameters=self._quantized,
             )
+        if first and tokenizer is not None:
+            writes.run(tokenizer.save_pretrained, scratch / files.TOKENIZER)
         writes.run(torch.save, files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
         if first and self.average is not None:
             writes.run(torch.save, self.average.weights, scratch / files.AVERAGE)
@@ -422,13 +430,15 @@ class TrainEngine:
             best = tag.startswith(files.BEST_PREFIX)
             key, value = "best_eval_metric_key", "best_eval_metric_value"
             metric = (client_state.get(key), client_state.get(value)) if best else (None, None)
-            writes.run(files.finish_checkpoint, root, tag, self._meta(), metric)
+            writes.run(files.finish_checkpoint, root, tag, self._meta(config_updates), metric)
             if max_num is not None:
                 writes.run(files.rotate_checkpoints, root, max_num, max_mem_gib)
         writes.raise_together()
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self, config_updates: dict[str, Any] | None) -> dict[str, Any]:
+        head = getattr(self.hf_model.config, "value_head_prefix", None)
         return {
+            files.CONFIG: {**({"value_head_prefix": head} if head else {}), **(config_updates or {})},
             "world_size": dist.get_world_size(),
             "zero_stage": self._stage,
             "param_dtype": self.opts.param_dtype,

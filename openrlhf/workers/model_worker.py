@@ -20,6 +20,8 @@ from openrlhf.utils.network import node_address
 from openrlhf.utils.process import THREADS, available_cores, chosen_threads, redirect_output, seed_process
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from openrlhf.algorithms.metrics import MetricSum
     from openrlhf.batching.microbatch import MicroBatch
     from openrlhf.platform import MemoryStats
@@ -193,7 +195,7 @@ class TrainedWorker(ModelWorker):
         self, folder: str, tag: str, client_state: dict[str, Any], max_num: int | None, max_mem_gib: float
     ) -> None:
         """Write a resumable checkpoint, complete or not at all, and remove old ones (None: keep all)."""
-        self.engine.save_checkpoint(folder, tag, client_state, max_num=max_num, max_mem_gib=max_mem_gib)
+        self.engine.save_checkpoint(folder, tag, client_state, max_num, max_mem_gib, self._tokenizer())
 
     def load_checkpoint(self, folder: str, tag: str | None = None) -> dict[str, Any]:
         """Restore model, optimizer, schedule and random states; returns what was saved as client state."""
@@ -201,9 +203,12 @@ class TrainedWorker(ModelWorker):
 
     def save_hf(self, folder: str) -> None:
         """Write a Hugging Face folder, tokenizer included."""
+        self.engine.save_hf(folder, self._tokenizer())
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
         from openrlhf.models.loading import load_tokenizer
 
-        self.engine.save_hf(folder, load_tokenizer(self.cfg.model_path, use_fast=not self.cfg.disable_fast_tokenizer))
+        return load_tokenizer(self.cfg.model_path, use_fast=not self.cfg.disable_fast_tokenizer)
 
 
 class PolicyWorker(TrainedWorker):

@@ -88,7 +88,7 @@ def test_zero2hf_gives_what_training_saves(folder: Path, tmp_path: Path, capsys:
     what = "scores" if name == "rm" else "log-probs"
     told = capsys.readouterr().out
     assert f"largest difference of {what} on 4 fixed texts" in told
-    assert f"the chat template of {folder / model}" in told and ("no mean and std" in told) == (name == "rm")
+    assert f"tokenizer and chat template of {folder / model}" in told and ("no mean and std" in told) == (name == "rm")
     ours = load_file(tmp_path / "hf" / "model.safetensors")
     saved = load_file(folder / f"{name}_hf" / "model.safetensors")
     assert ours.keys() == saved.keys() and ("value_head.weight" in ours) == (name == "rm")
@@ -100,18 +100,27 @@ def test_zero2hf_gives_what_training_saves(folder: Path, tmp_path: Path, capsys:
         AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
 
 
-def test_a_checkpoint_of_train_rm_becomes_the_model_that_it_saved(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_train_rm_becomes_the_model_that_it_saved(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    """With the chat template of the run, and the scale of its scores where they were measured (the last step)."""
     rows = [json.dumps({"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "0"}) for a in range(4)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
     words = ["--pretrain", str(folder / "plain"), "--dataset", str(tmp_path / "pairs.jsonl"), "--prompt_key", "prompt"]
-    words += ["--train_batch_size", "4", "--micro_train_batch_size", "4", "--param_dtype", "fp32", "--save_steps", "1"]
-    words += ["--save_path", str(tmp_path / "model"), "--ckpt_path", str(tmp_path / "ckpt")]
-    assert train_rm.main(words) == 0
+    words += ["--train_batch_size", "2", "--micro_train_batch_size", "2", "--param_dtype", "fp32", "--save_steps", "1"]
+    words += ["--save_path", str(tmp_path / "model"), "--ckpt_path", str(tmp_path / "ckpt"), "--max_epochs", "1"]
+    words += ["--eval_steps", "99", "--value_head_prefix", "value"]
+    assert train_rm.main([*words, "--tokenizer_chat_template", "{{ messages[0].content }}!"]) == 0
     flags = ["--ckpt_path", str(tmp_path / "ckpt"), "--pretrain", str(folder / "plain"), "--is_rm"]
     assert main(["zero2hf", *flags, "--param_dtype", "fp32", "--output_path", str(tmp_path / "hf")]) == 0
+    assert "and the mean and std" in capsys.readouterr().out
     ours, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "model"))
-    assert "score.weight" in ours and ours.keys() == saved.keys()
+    assert "value.weight" in ours and ours.keys() == saved.keys()
     assert all(torch.equal(ours[name], saved[name]) for name in ours)
+    texts = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for name in texts:
+        assert (tmp_path / "hf" / name).read_text() == (tmp_path / "model" / name).read_text(), name
+    flags += ["--tag", "global_step1", "--param_dtype", "fp32", "--output_path", str(tmp_path / "before")]
+    assert main(["zero2hf", *flags]) == 0
+    assert "and no mean and std" in capsys.readouterr().out
 
 
 def test_universal_checkpoints_resume_on_another_number_of_ranks(folder: Path, capsys: Any) -> None:
