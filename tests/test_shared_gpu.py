@@ -17,19 +17,24 @@ FOLDER = Path(__file__).parent / "gpu/shared"
 
 SCRIPT = """
 import json, os
-os.environ.update(CUDA_VISIBLE_DEVICES="0,1", LOCAL_RANK="1", NCCL_HOSTID="the driver's", OTHER="1")
-names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_HOSTID", "OTHER", "RAY_OVERRIDE_RESOURCES")
-print(json.dumps({"pid": os.getpid(), **{name: os.environ[name] for name in names}}))
+seen = [os.environ["CUDA_VISIBLE_DEVICES"]]
+for devices in (seen[0], "0,1", "1"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+os.environ.update( LOCAL_RANK="1", NCCL_HOSTID="the driver's", OTHER="1")
+names = ("LOCAL_RANK", "NCCL_HOSTID", "OTHER", "RAY_OVERRIDE_RESOURCES")
+print(json.dumps({"pid": os.getpid(), "seen": seen, **{name: os.environ[name] for name in names}}))
 """
 
 
 def test_each_process_takes_the_first_gpu_and_is_a_host() -> None:
-    env = {**os.environ, "PYTHONPATH": str(FOLDER), "SHARED_GPU": "2", "LOCAL_RANK": "1"}
+    sharing = {"PYTHONPATH": str(FOLDER), "SHARED_GPU": "4", "CUDA_VISIBLE_DEVICES": "1,2,3"}
+    env = {**os.environ, **sharing, "LOCAL_RANK": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
     seen = json.loads(done.stdout)
     assert seen.pop("NCCL_HOSTID") == f"process-{seen.pop('pid')}"
-    assert json.loads(seen.pop("RAY_OVERRIDE_RESOURCES")) == {"GPU": 2}
-    assert seen == {"CUDA_VISIBLE_DEVICES": "0", "LOCAL_RANK": "0", "OTHER": "1"}
+    assert json.loads(seen.pop("RAY_OVERRIDE_RESOURCES")) == {"GPU": 3}
+    assert seen == {"seen": ["0,1,2", "0,1,2", "0", "0"], "LOCAL_RANK": "0", "OTHER": "1"}
 
 
 def test_a_worker_of_an_engine_takes_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

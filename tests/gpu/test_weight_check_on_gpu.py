@@ -43,6 +43,7 @@ def test_a_planted_element_is_found(
         enforce_eager=True,
         max_model_len=128,
         tensor_parallel_size=tensor_parallel,
+        distributed_executor_backend="mp" if tensor_parallel > 1 else "uni",
         gpu_memory_utilization=0.3,
         kv_cache_memory_bytes=1 << 28,
         worker_extension_cls="openrlhf.engines.weight_sync.plugin.WorkerExtension",

@@ -1,8 +1,8 @@
 """One GPU stands for several: Python imports this at the start of each process that has this folder on PYTHONPATH.
 
-With SHARED_GPU=2 Ray counts two GPUs, every process that gets one of them takes the first GPU, and NCCL carries what
-the ranks send each other, through sockets. So what several GPUs compute can be tested on one; how fast they would be,
-and what each of them holds, can't.
+With SHARED_GPU=2, or one for each in CUDA_VISIBLE_DEVICES, Ray counts two GPUs, every process that gets one of them
+takes the first GPU, and NCCL carries what the ranks send each other, through sockets. So what several GPUs compute can
+be tested on one; how fast they would be, and what each of them holds, can't.
 
 NCCL refuses two ranks on one GPU of one host, so each process says that it is a host of its own.
 """
@@ -58,6 +58,11 @@ def change_worker(worker: type[Any]) -> None:
 
 def share_gpu(count: int) -> None:
     """Make this process one of those that share."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        count = len(visible.split(","))
+        visible = ",".join(map(str, range(count)))  # CUDA takes those before the first that is missing
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
     os.environ.update(NCCL_HOSTID=host(), RAY_OVERRIDE_RESOURCES=json.dumps({"GPU": count}))
     os.environ.update(VLLM_ALLREDUCE_USE_SYMM_MEM="0", VLLM_ALLREDUCE_USE_FLASHINFER="0")
     if "LOCAL_RANK" in os.environ:
@@ -69,7 +74,8 @@ def share_gpu(count: int) -> None:
     set_variable = os._Environ.__setitem__
 
     def __setitem__(self: Any, name: str, value: str) -> None:
-        set_variable(self, name, kept[name]() if value and name in kept else value)
+        # Ray counts what was visible at the start, and some libraries set all variables again to what they were.
+        set_variable(self, name, kept[name]() if value and value != visible and name in kept else value)
 
     os._Environ.__setitem__ = __setitem__  # type: ignore[method-assign]
 
