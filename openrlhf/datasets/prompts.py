@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import PPOConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.image_prompts import placeholder_text, row_images, undecoded, with_image_parts
-from openrlhf.datasets.sources import DataError, load_rows, require_columns
+from openrlhf.datasets.sources import DataError, load_rows, require_columns, text_columns
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -69,6 +69,7 @@ def load_prompts(
         max_samples=cfg.max_samples,
         seed=cfg.seed,
         use_modelscope=cfg.use_ms,
+        texts=text_columns(cfg),
     )
     return build_prompts(rows, cfg, tokenizer, max_tokens, source, image_placeholder)
 
@@ -103,7 +104,7 @@ def build_prompts(
     for index, row in enumerate(rows):
         where = f"{source}, row {index}"
         images: list[str | bytes] = []
-        value = row[cfg.input_key]
+        value = texts.with_roles(row[cfg.input_key])
         if image_placeholder is not None:
             images = row_images(row.get(cfg.image_key), cfg.max_images_per_prompt, where)
             value = with_image_parts(value, len(images), where)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import (
     Dataset,
     DatasetDict,
+    Json,
+    List,
+    Value,
     concatenate_datasets,
     disable_progress_bars,
     interleave_datasets,
     load_from_disk,
 )
+from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
 
-from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, RMConfig, SFTConfig
+from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, parse_sources
 from openrlhf.datasets.readers import read_as_written
 from openrlhf.utils.errors import ExplainedError
@@ -27,6 +33,8 @@ from openrlhf.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+
+_Configured: TypeAlias = SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig
 
 
 class DataError(ExplainedError, ValueError):
@@ -42,8 +50,12 @@ def load_rows(
     seed: int = 42,
     use_modelscope: bool = False,
     columns: Collection[str] | None = None,
+    texts: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Rows of all sources, one after another or mixed.
+
+    Where several sources have lists of messages under different names, or messages with different keys, each row keeps
+    its own: the column gets the name that the flags say, and the keys of other sources are None.
 
     Args:
         sources: ``[name=]path[@data_dir], ...`` with paths of .json, .jsonl, .csv, .parquet or .arrow files, of
@@ -54,6 +66,7 @@ def load_rows(
         max_samples: first rows taken of each source, and again of the result.
         use_modelscope: take what is not local from ModelScope instead of the Hugging Face hub.
         columns: those that are needed; any other is left out where sources have it with different types. None: all.
+        texts: flag to name of the columns of texts or messages, which every source has to have.
 
     Raises:
         DataError: a source is missing, unreadable or empty, or the sources do not fit together.
@@ -73,7 +86,10 @@ def load_rows(
             named = rows.remove_columns([c for c in rows.column_names if c == "datasource"])
             rows = named.add_column("datasource", [source.name] * len(rows))
         parts.append(rows)
-    parts = _alike(parts, [source.path for source in wanted], columns)
+    names = [source.path for source in wanted]
+    if len(parts) > 1:
+        parts = [_named(part, name, parts, texts or {}) for part, name in zip(parts, names, strict=True)]
+    parts = _alike(parts, names, columns)
     if len(parts) == 1:
         merged = parts[0]
     elif weights is None:
@@ -90,7 +106,7 @@ def _first(rows: Dataset, count: int | None, name: str) -> Dataset:
     return rows.select(range(count))
 
 
-def load_configured_rows(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig) -> Dataset:
+def load_configured_rows(cfg: _Configured) -> Dataset:
     """The rows that a command's flags name; see :func:`load_rows`."""
     assert cfg.dataset is not None
     return load_rows(
@@ -101,13 +117,55 @@ def load_configured_rows(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | Bat
         seed=cfg.seed,
         use_modelscope=cfg.use_ms,
         columns=needed_columns(cfg),
+        texts=text_columns(cfg),
     )
 
 
-def needed_columns(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig) -> set[str]:
+def text_columns(
+    cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig | PPOConfig,
+) -> dict[str, str]:
+    """The columns that a command reads texts or messages from, by flag."""
+    flags = ["input_key", "prompt_key", "chosen_key", "rejected_key"]
+    if not (getattr(cfg, "pretrain_mode", False) or getattr(cfg, "eval_task", None) == "generate_vllm"):
+        flags.append("output_key")
+    return {flag: column for flag in flags if (column := getattr(cfg, flag, None))}
+
+
+def needed_columns(cfg: _Configured) -> set[str]:
     """The columns that a command's flags name, and ``margin``."""
     flags = ("input_key", "output_key", "label_key", "prompt_key", "chosen_key", "rejected_key")
     return {"margin", *filter(None, (getattr(cfg, flag, None) for flag in flags))}
+
+
+def _named(part: Dataset, source: str, parts: Sequence[Dataset], texts: Mapping[str, str]) -> Dataset:
+    """A source whose messages have the name that they have in the others.
+
+    Raises:
+        DataError: it lacks a column that others have, and no other column is the only one with messages.
+    """
+    missing = {flag: c for flag, c in texts.items() if c not in part.column_names}
+    missing = {flag: c for flag, c in missing.items() if any(c in other.column_names for other in parts)}
+    if not missing:
+        return part
+    spare = [c for c in part.column_names if c not in texts.values() and _holds_messages(part, c)]
+    if len(missing) == len(spare) == 1:
+        (column,) = missing.values()
+        logger.info("%s: the messages are those of column %r, in place of %r", source, spare[0], column)
+        return part.rename_column(spare[0], column)
+    told = ", ".join(f"--{flag} {column!r}" for flag, column in missing.items())
+    raise DataError(
+        f"{source} has no column for {told}, which other sources have; its columns are: "
+        f"{', '.join(part.column_names)}. Give the columns of all sources the same names (a list of messages is found "
+        "under any name if it is the only one)"
+    )
+
+
+def _holds_messages(rows: Dataset, column: str) -> bool:
+    if not isinstance(rows.features[column], List):
+        return False
+    first = rows.select_columns([column])[0][column]
+    keys = set(first[0]) if first and isinstance(first[0], dict) else set()
+    return {"role", "content"} <= keys or {"from", "value"} <= keys
 
 
 def _alike(parts: list[Dataset], names: list[str], needed: Collection[str] | None) -> list[Dataset]:
@@ -121,14 +179,46 @@ def _alike(parts: list[Dataset], names: list[str], needed: Collection[str] | Non
         try:
             concatenate_datasets([parts[i].select_columns([column]).select(range(1)) for i in holders])
         except (ValueError, TypeError) as error:
-            if needed is None or column in needed:
+            if needed is not None and column not in needed:
+                parts = [part.remove_columns([column] if column in part.column_names else []) for part in parts]
+                continue
+            common = functools.reduce(_with_all_keys, (parts[i].features[column] for i in holders))
+            if common is None:
                 types = "; ".join(f"in {names[i]} {parts[i].features[column]}" for i in holders)
                 raise DataError(
                     f"the data sources can't be put together: column {column!r} is {types}. Give it one type in all of "
                     "them, or another name in one"
                 ) from error
-            parts = [part.remove_columns([column] if column in part.column_names else []) for part in parts]
+            parts = [_cast(part, column, common) if i in holders else part for i, part in enumerate(parts)]
     return parts
+
+
+def _with_all_keys(one: Any, other: Any) -> Any:
+    """A type for the values of both, with all keys at every depth; None where they are not dicts, or lists of them."""
+    if isinstance(one, List) and isinstance(other, List):
+        inner = _with_all_keys(one.feature, other.feature)
+        return None if inner is None else List(inner)
+    if isinstance(one, dict) and isinstance(other, dict):
+        both = {key: _with_all_keys(one.get(key, value), value) for key, value in other.items()}
+        return Json() if None in both.values() else {**one, **both}
+    if Value("null") in (one, other):
+        return one if other == Value("null") else other
+    if one == other:
+        return one
+    dicts = isinstance(one, dict | Json) and isinstance(other, dict | Json)
+    return Json() if dicts else None  # as the library reads a file whose rows have dicts of several kinds
+
+
+def _cast(part: Dataset, column: str, feature: Any) -> Dataset:
+    features = part.features.copy()
+    features[column] = feature
+    if features == part.features:
+        return part
+    digest = hashlib.sha256(f"{part._fingerprint} {features}".encode()).hexdigest()[:32]
+    # By itself the library writes beside the data, which may be a folder that is only read.
+    cache = Path(datasets_config.HF_DATASETS_CACHE) / "openrlhf_columns" / f"{digest}.arrow"
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    return part.cast(features, cache_file_name=str(cache))
 
 
 def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -> None:

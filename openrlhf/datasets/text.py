@@ -14,6 +14,12 @@ from openrlhf.utils.continued import encode_continued
 
 Message = dict[str, Any]
 
+_ROLES = {
+    **{name: name for name in ("system", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "observation": "tool"},
+}
+"""Role of who a message is ``from``, in data that names it so."""
+
 # what a template's own words, or what it does with a message that it doesn't expect, raise
 _REFUSALS = (TemplateError, TypeError, KeyError)
 
@@ -70,8 +76,24 @@ def without_none(value: Any) -> Any:
     return [without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def with_roles(value: Any) -> Any:
+    """A list of messages with the keys role and content, also of those with from and value; anything else as it is."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    return [_with_role(message) if isinstance(message, Mapping) else message for message in value]
+
+
+def _with_role(message: Mapping[str, Any]) -> dict[str, Any]:
+    own = {key: item for key, item in message.items() if key not in ("from", "value") or item is not None}
+    role = _ROLES.get(str(own.get("from")))
+    if role is None or "value" not in own or own.get("role") is not None:
+        return own
+    rest = {key: item for key, item in own.items() if key not in ("from", "value", "role", "content")}
+    return {"role": role, "content": own["value"], **rest}
+
+
 def as_messages(value: Any, role: str, where: str) -> list[Message]:
-    """A string as one message of ``role``; a list of messages as it is.
+    """A string as one message of ``role``; a list of messages as it is, or see :func:`with_roles`.
 
     Raises:
         DataError: neither, or a message without role, or without content and tool calls.
@@ -81,10 +103,13 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
     if not isinstance(value, (list, tuple)):
         raise DataError(f"{where}: expected a text or a list of messages, got {type(value).__name__}")
     messages = []
-    for position, message in enumerate(value):
+    for position, message in enumerate(with_roles(value)):
         known = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not known or (message.get("content") is None and not message.get("tool_calls")):
-            raise DataError(f"{where}: message {position} needs the keys role and content, got {message!r}")
+            raise DataError(
+                f"{where}: message {position} needs the keys role and content, or from ({', '.join(_ROLES)}) and "
+                f"value, got {message!r}"
+            )
         own = without_none(message)
         own.setdefault("content", None)  # an answer of tool calls alone has none
         messages.append(own)

@@ -17,7 +17,7 @@ from openrlhf.algorithms.metrics import STEP, MetricSum
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns
+from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns, text_columns
 from openrlhf.models.folder import check_model_folder
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.logprobs import Backbone
@@ -88,8 +88,13 @@ def read_data(
     rows = load_configured_rows(cfg)
     evaluation = None
     if cfg.eval_dataset:  # first, so that mistakes in it show before many rows have become ids
-        columns = needed_columns(cfg)
-        held_out = load_rows(cfg.eval_dataset, split=cfg.eval_split, use_modelscope=cfg.use_ms, columns=columns)
+        held_out = load_rows(
+            cfg.eval_dataset,
+            split=cfg.eval_split,
+            use_modelscope=cfg.use_ms,
+            columns=needed_columns(cfg),
+            texts=text_columns(cfg),
+        )
         evaluation = (build_eval or build)(held_out, cfg, tokenizer, cfg.eval_dataset)
     return build(rows, cfg, tokenizer, str(cfg.dataset)), evaluation
 
