@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-
-class Phase:
-    """A running phase; :meth:`advance` moves its line."""
-
-    def __init__(self, progress: Progress | None, task: int) -> None:
-        self._progress = progress
-        self._task = task
-
-    def advance(self, count: int = 1) -> None:
-        if self._progress is not None:
-            self._progress.advance(self._task, count)  # type: ignore[arg-type]
 
 
 class Console:
@@ -39,18 +27,21 @@ class Console:
         self._rich.print(text, markup=False)
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Show a phase while it runs, and add its seconds to :attr:`seconds` under its name."""
+    def phase(self, name: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+        """Show a phase while it runs, and add its seconds to :attr:`seconds` under its name.
+
+        Args:
+            total: how many parts it has; the function that it gives counts one of them.
+        """
+        columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+        if total is not None:
+            columns[2:2] = [BarColumn(), MofNCompleteColumn()]
+        progress = Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal)
+        task = progress.add_task(name, total=total)
         started = time.monotonic()
         try:
-            if self._rich.is_terminal:
-                columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-                if total is not None:
-                    columns[2:2] = [BarColumn(), MofNCompleteColumn()]
-                with Progress(*columns, console=self._rich, transient=True) as progress:
-                    yield Phase(progress, progress.add_task(name, total=total))
-            else:
-                yield Phase(None, 0)
+            with progress:
+                yield lambda: progress.advance(task)
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 

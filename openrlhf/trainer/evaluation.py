@@ -54,12 +54,12 @@ class Evaluator:
         n = self._cfg.eval_n_samples_per_prompt
         samples: list[Trajectory] = []
         lost: list[EpisodeFailure] = []
-        with self._console.phase("evaluate", len(self._items)) as phase:
+        with self._console.phase("evaluate", len(self._items)) as one_done:
             for group in self._engines.run_groups(self._items, n, eval_sampling(self._cfg), self._cfg.rollout_timeout):
                 samples.extend(group.trajectories)
                 samples.extend(_empty_response(group.item, failure) for failure in group.failures)
                 lost.extend(group.failures)
-                phase.advance()
+                one_done()
         if lost:
             self._console.say(
                 f"evaluation at step {step} lost {len(lost)} of {len(samples)} samples, which count as 0, the first of "

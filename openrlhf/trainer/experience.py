@@ -167,9 +167,9 @@ def turn_limit(cfg: PPOConfig) -> int | None:
     return None if cfg.agent_func_path else cfg.max_new_tokens
 
 
-def sample_metrics(experience: Experience, cfg: PPOConfig) -> dict[str, float]:
+def sample_metrics(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> dict[str, float]:
     """Metrics of the samples, before anything is computed from them."""
-    return rollout_metrics(experience.trajectories, max_new_tokens=turn_limit(cfg), max_len=cfg.max_len)
+    return rollout_metrics(trajectories, max_new_tokens=turn_limit(cfg), max_len=cfg.max_len)
 
 
 # --- advantages ---------------------------------------------------------------------------------------------------
@@ -197,28 +197,16 @@ def shaped_rewards(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> Tensor
     )
 
 
-@dataclass(frozen=True)
-class RolloutSummary:
-    """Figures of the advantage computation, for the metrics.
-
-    Attributes:
-        rewards: float ``[S]`` after length penalties.
-        returns: float ``[S]``, reward minus the KL penalties of the sequence.
-        kl: mean KL estimate per action token, None without a reference model.
-        baselines: float ``[S]``, shaped reward of the greedy response to each sample's prompt, or None.
-    """
-
-    rewards: Tensor
-    returns: Tensor
-    kl: float | None
-    baselines: Tensor | None = None
-
-
-def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> RolloutSummary:
+def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> dict[str, float]:
     """Compute the columns ``advantages`` and ``returns``.
 
     Uses the columns ``old_logprobs`` and ``ref_logprobs`` when the KL penalty is in the reward, and ``old_values``
     with GAE.
+
+    Returns:
+        Metrics: the mean ``reward`` after length penalties, ``return`` (reward minus the KL penalties of the sequence),
+        ``kl`` per action token if there is a reference model to compare with here, and the mean shaped reward of the
+        greedy responses, if there are any.
     """
     mask = torch.cat(experience.action_masks)
     cu_seqlens = torch.tensor([0, *np.cumsum(experience.lengths)])
@@ -251,9 +239,12 @@ def add_advantages(experience: Experience, cfg: PPOConfig, kl_coef: float) -> Ro
     )
     columns["advantages"] = list(result.advantages.split(experience.lengths))
     columns["returns"] = list(result.returns.split(experience.lengths))
-    tokens = max(int(mask.sum()), 1)
-    mean_kl = None if kl is None else float(kl.sum()) / tokens
-    return RolloutSummary(rewards, result.sequence_returns, mean_kl, baselines)
+    metrics = {"reward": float(rewards.mean()), "return": float(result.sequence_returns.mean())}
+    if kl is not None:
+        metrics["kl"] = float(kl.sum()) / max(int(mask.sum()), 1)
+    if baselines is not None:
+        metrics["rollout/greedy_reward_mean"] = float(baselines.mean())
+    return metrics
 
 
 def _baseline_rewards(experience: Experience, cfg: PPOConfig) -> Tensor | None:

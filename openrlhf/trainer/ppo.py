@@ -35,7 +35,6 @@ from openrlhf.trainer.experience import (
     POLICY_COLUMNS,
     VALUE_COLUMNS,
     Experience,
-    RolloutSummary,
     add_advantages,
     collect,
     forward_batches,
@@ -211,12 +210,12 @@ class PPOTrainer:
         )
 
         prompts = PromptRefill(collector, self.stream.take)
-        with self.console.phase("generate", cfg.rollout_batch_size) as phase, self.system.generating():
+        with self.console.phase("generate", cfg.rollout_batch_size) as one_done, self.system.generating():
             for group in self.system.engines.run_groups(
                 prompts, cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout
             ):
                 collector.add(group)
-                phase.advance()
+                one_done()
         return collector.finish(may_be_empty=self.global_step > 0)
 
     # --- update ----------------------------------------------------------------------------------------------------
@@ -234,12 +233,12 @@ class PPOTrainer:
             experience = self._scored(experience)
             self._dump(experience)
             self._add_model_columns(experience, len(plan))
-            summary = add_advantages(experience, cfg, self.kl.value)
+            figures = add_advantages(experience, cfg, self.kl.value)
         memory |= self.system.memory.figures("experience")
         with self.console.phase("train"):
             metrics = self._optimize(experience, plan)
         metrics |= memory | self.system.memory.figures("train")
-        metrics.update(self._rollout_figures(experience, summary))
+        metrics |= self._sample_figures(experience.trajectories) | figures
         self._show_sample(experience.trajectories[0])
         kl = metrics.get("kl")
         metrics["kl_coef"] = self.kl.value
@@ -308,16 +307,9 @@ class PPOTrainer:
         parts: list[MetricSum] = list(itertools.chain.from_iterable(answers))
         return _with_effective_sample_size(MetricSum.merged(parts).values())
 
-    def _rollout_figures(self, experience: Experience, summary: RolloutSummary) -> dict[str, float]:
-        metrics = sample_metrics(experience, self.cfg)
-        shaped = summary.rewards
-        metrics["reward"] = float(shaped.mean())
-        metrics["return"] = float(summary.returns.mean())
-        if summary.kl is not None:
-            metrics["kl"] = summary.kl
-        if summary.baselines is not None:
-            metrics["rollout/greedy_reward_mean"] = float(summary.baselines.mean())
-        return metrics
+    def _sample_figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Metrics of the samples, before anything is computed from them."""
+        return sample_metrics(trajectories, self.cfg)
 
     def _show_sample(self, trajectory: Trajectory) -> None:
         """One sample of the rollout, for TensorBoard and W&B."""

@@ -13,7 +13,6 @@ import numpy as np
 from openrlhf.engines import pool as engine_pool
 from openrlhf.rollout.errors import RolloutTimeout
 from openrlhf.rollout.trajectory import Trajectory
-from openrlhf.trainer.experience import Experience, RolloutSummary
 from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.ppo_async_queue import AsyncGroups, QueueLimits, RolloutQueue
 from openrlhf.utils import interrupts
@@ -203,9 +202,8 @@ class AsyncPPOTrainer(PPOTrainer):
     def _weights_may_change(self) -> AbstractContextManager[None]:
         return self.rollouts.holding(self.global_step, drain=not self.cfg.partial_rollout)
 
-    def _rollout_figures(self, experience: Experience, summary: RolloutSummary) -> dict[str, float]:
-        figures = super()._rollout_figures(experience, summary)
-        return {**figures, **staleness_metrics(experience.trajectories, self.global_step)}
+    def _sample_figures(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        return {**super()._sample_figures(trajectories), **staleness_metrics(trajectories, self.global_step)}
 
     def _client_state(self) -> dict[str, Any]:
         with self.rollouts.locked() as queue:

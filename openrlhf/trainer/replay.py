@@ -25,7 +25,7 @@ class RolloutOnlyTrainer(PPOTrainer):
     def _train_on(self, groups: Sequence[Group]) -> dict[str, float]:
         experience = self._collect(groups)
         self._dump(experience)
-        return sample_metrics(experience, self.cfg)
+        return sample_metrics(experience.trajectories, self.cfg)
 
     def _save_final(self) -> None:
         self.console.say(f"Wrote {self.global_step} rollouts to {self.cfg.dump_rollouts}")

@@ -52,6 +52,17 @@ class Limits:
     packing: bool
 
 
+def own_plan(lengths: Sequence[int], engine: TrainEngine, limits: Limits) -> list[list[int]]:
+    """This rank's micro-batches of groups that have so many tokens each; as many on every rank."""
+    plan = plan_micro_batches(
+        lengths,
+        engine.data_parallel_size,
+        micro_batch_size=None if limits.packing else limits.groups,
+        max_tokens=limits.groups * limits.group_tokens if limits.packing else None,
+    )
+    return plan[engine.data_parallel_rank]
+
+
 def micro_batches(
     sequences: Sequences, groups: Sequence[Sequence[int]], engine: TrainEngine, limits: Limits
 ) -> Iterator[MicroBatch]:
@@ -62,13 +73,7 @@ def micro_batches(
         column ``mask``.
     """
     lengths = [int(sequences.lengths[list(group)].sum()) for group in groups]
-    plan = plan_micro_batches(
-        lengths,
-        engine.data_parallel_size,
-        micro_batch_size=None if limits.packing else limits.groups,
-        max_tokens=limits.groups * limits.group_tokens if limits.packing else None,
-    )
-    for members in plan[engine.data_parallel_rank]:
+    for members in own_plan(lengths, engine, limits):
         parts = sequences.fetch([index for i in members for index in groups[i]])
         batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
         if parts:

@@ -10,17 +10,12 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.losses import cross_entropy_sum
 from openrlhf.algorithms.metrics import TOKEN, MetricSum
-from openrlhf.batching import MicroBatch, pack, plan_micro_batches
+from openrlhf.batching import MicroBatch, pack
 from openrlhf.config import SFTConfig
-from openrlhf.datasets.sft import (
-    LazySFTDataset,
-    Row,
-    SFTDataset,
-    build_sft_dataset,
-    open_sft_dataset,
-)
+from openrlhf.datasets.sft import LazySFTDataset, Row, SFTDataset, build_sft_dataset, open_sft_dataset
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
+from openrlhf.trainer.sequences import BLOCK, Limits, own_plan
 from openrlhf.trainer.supervised import (
     SupervisedTrainer,
     aux_coefficient,
@@ -33,9 +28,6 @@ from openrlhf.trainer.supervised import (
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
-
-# Rows planned at a time in an evaluation; a plan over all of them would take long to make.
-_EVAL_BLOCK = 1024
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -57,9 +49,7 @@ class SFTTrainer(SupervisedTrainer):
         super().__init__(cfg, world, engine, tokenizer, len(data), eval_data is not None, steps)
         self.data = data
         self.eval_data = eval_data
-        self._packing = cfg.packing_samples
-        self._micro_batch_size = cfg.micro_train_batch_size
-        self._max_tokens = cfg.micro_train_batch_size * cfg.max_len
+        self._limits = Limits(cfg.micro_train_batch_size, cfg.max_len, cfg.packing_samples)
         self._aux_coef = aux_coefficient(cfg)
         self._backoff = MemoryBackoff(self.engine, advice=SUPERVISED_ADVICE)
 
@@ -69,14 +59,8 @@ class SFTTrainer(SupervisedTrainer):
 
     def _micro_batches(self, rows: list[Row]) -> Iterator[MicroBatch]:
         """This rank's share of some rows, on its device; as many on every rank."""
-        plan = plan_micro_batches(
-            [len(ids) for ids, _ in rows],
-            self.engine.data_parallel_size,
-            micro_batch_size=None if self._packing else self._micro_batch_size,
-            max_tokens=self._max_tokens if self._packing else None,
-        )
         ids, masks = [ids for ids, _ in rows], [mask for _, mask in rows]
-        for members in plan[self.engine.data_parallel_rank]:
+        for members in own_plan([len(own) for own in ids], self.engine, self._limits):
             yield pack(ids, {"mask": masks}, members).to(self.engine.device)
 
     def accumulate(self, rows: list[int]) -> MetricSum:
@@ -104,8 +88,8 @@ class SFTTrainer(SupervisedTrainer):
         """``eval gpt_loss``: mean over all supervised tokens of the evaluation data."""
         assert self.eval_data is not None
         metrics = MetricSum()
-        for start in range(0, len(self.eval_data), _EVAL_BLOCK):
-            rows = range(start, min(start + _EVAL_BLOCK, len(self.eval_data)))
+        for start in range(0, len(self.eval_data), BLOCK):
+            rows = range(start, min(start + BLOCK, len(self.eval_data)))
             for batch in self._micro_batches(self.eval_data.fetch(rows)):
                 mask = batch.columns["mask"]
                 logprobs = self._backoff.forward(batch, lambda part: self.engine(part).logprobs)
