@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -79,6 +78,13 @@ class GroupTally:
 
     Args:
         group_filter: None keeps every group that has samples.
+
+    Attributes:
+        seen: groups that finished.
+        kept: those of them that passed the filter.
+        dropped: number of the others, by reason.
+        lost: samples that failed, by kind, of all groups seen.
+        last_loss: why the last of them failed.
     """
 
     def __init__(self, group_filter: GroupJudge | None) -> None:
@@ -103,16 +109,15 @@ class GroupTally:
             self.dropped[reason] += 1
         return reason
 
-    def counts(self) -> dict[str, Any]:
-        """The counts, as arguments of `CollectedGroups`."""
-        return {
-            "seen": self.seen,
-            "kept": self.kept,
-            "dropped": dict(sorted(self.dropped.items())),
-            "lost": dict(sorted(self.lost.items())),
-            "last_loss": self.last_loss,
-            "filtering": self.filter is not None,
-        }
+    def metrics(self) -> dict[str, float]:
+        """Counts by name; `dynamic_filtering_pass_rate` is kept groups / seen groups in percent."""
+        metrics = {"rollout/groups_seen": float(self.seen), "rollout/groups_kept": float(self.kept)}
+        metrics.update({f"rollout/filtered_{name}": float(number) for name, number in self.dropped.items()})
+        metrics.update({f"rollout/lost_{kind}": float(number) for kind, number in self.lost.items()})
+        metrics["rollout/lost_samples"] = float(self.lost.total())
+        if self.filter is not None and self.seen:
+            metrics["dynamic_filtering_pass_rate"] = 100.0 * self.kept / self.seen
+        return metrics
 
     def error(self, why: str) -> NoLearnableGroups:
         """The error for a step that can't be filled."""
@@ -132,35 +137,18 @@ class CollectedGroups:
     Attributes:
         groups: at most the target number; fewer only where the data ran out, or, without a filter, where the
             limit on draws was reached because samples failed.
-        seen: groups that finished, buffered ones not counted.
-        kept: those of them that passed the filter.
-        dropped: number of the others, by reason.
-        filtering: a filter was at work.
-        lost: samples that failed, by kind, of all groups seen.
-        last_loss: why the last of them failed.
+        tally: counts of the groups that finished, buffered ones not among them.
         insufficient: dropped groups that were used all the same, because there were too few others.
     """
 
     groups: tuple[Group, ...]
-    seen: int
-    kept: int
-    dropped: dict[str, int] = field(default_factory=dict)
-    filtering: bool = False
-    lost: dict[str, int] = field(default_factory=dict)
-    last_loss: str = ""
+    tally: GroupTally
     insufficient: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Counts by name; `dynamic_filtering_pass_rate` is kept groups / seen groups in percent."""
-        metrics = {"rollout/groups_seen": float(self.seen), "rollout/groups_kept": float(self.kept)}
-        metrics.update({f"rollout/filtered_{name}": float(number) for name, number in self.dropped.items()})
-        metrics.update({f"rollout/lost_{kind}": float(number) for kind, number in self.lost.items()})
-        metrics["rollout/lost_samples"] = float(sum(self.lost.values()))
-        if self.insufficient:
-            metrics["rollout/groups_insufficient"] = float(self.insufficient)
-        if self.filtering and self.seen:
-            metrics["dynamic_filtering_pass_rate"] = 100.0 * self.kept / self.seen
-        return metrics
+        """Counts by name."""
+        insufficient = {"rollout/groups_insufficient": float(self.insufficient)} if self.insufficient else {}
+        return self.tally.metrics() | insufficient
 
 
 class GroupCollector:
@@ -269,11 +257,7 @@ class GroupCollector:
             )
         for group in groups[self._target :]:
             self._buffer.put(group)
-        return CollectedGroups(
-            groups=tuple(groups[: self._target]),
-            insufficient=len(reserve),
-            **self._tally.counts(),
-        )
+        return CollectedGroups(tuple(groups[: self._target]), self._tally, len(reserve))
 
 
 class PromptRefill:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
@@ -74,59 +74,43 @@ class Trajectory:
             set_field(self, "logprobs", _vector(self.logprobs, np.float32, "logprobs"))
         set_field(self, "step_rewards", tuple((int(p), float(v)) for p, v in self.step_rewards))
         set_field(self, "truncated", bool(self.truncated))
-        self._check_lengths()
-        self._check_columns()
-        self._check_scalars()
+        problem = next(self._problems(), None)
+        if problem is not None:
+            raise ValueError(f"Trajectory of prompt {self.prompt_id} sample {self.sample_index}: {problem}")
 
-    def _where(self) -> str:
-        return f"prompt {self.prompt_id} sample {self.sample_index}"
-
-    def _check_lengths(self) -> None:
-        expected = self.token_ids.shape[0]
+    def _problems(self) -> Iterator[str]:
+        expected, mask = self.total_length, self.action_mask
         for name in ("action_mask", "weight_version", "logprobs"):
             column = getattr(self, name)
             if column is not None and column.shape[0] != expected:
-                raise ValueError(
-                    f"Trajectory of {self._where()}: {name} has {column.shape[0]} entries, token_ids has {expected}"
-                )
-
-    def _check_columns(self) -> None:
-        mask = self.action_mask
+                yield f"{name} has {column.shape[0]} entries, token_ids has {expected}"
         if self.logprobs is not None:
-            bad = np.flatnonzero(~np.isfinite(self.logprobs))
-            if bad.size:
-                position = int(bad[0])
-                raise ValueError(
-                    f"Trajectory of {self._where()}: logprobs[{position}] is {self.logprobs[position]} "
-                    f"(token id {self.token_ids[position]}); a sampled token has a finite log-probability"
+            for position in np.flatnonzero(~np.isfinite(self.logprobs)):
+                yield (
+                    f"logprobs[{position}] is {self.logprobs[position]} (token id {self.token_ids[position]}); a "
+                    "sampled token has a finite log-probability"
                 )
             if np.any(self.logprobs[~mask]):
-                raise ValueError(f"Trajectory of {self._where()}: logprobs must be 0 where action_mask is False")
+                yield "logprobs must be 0 where action_mask is False"
         if np.any(self.weight_version[~mask] != -1):
-            raise ValueError(f"Trajectory of {self._where()}: weight_version must be -1 where action_mask is False")
+            yield "weight_version must be -1 where action_mask is False"
         if np.any(self.weight_version[mask] < 0):
-            raise ValueError(f"Trajectory of {self._where()}: weight_version must be >= 0 on action tokens")
-
-    def _check_scalars(self) -> None:
+            yield "weight_version must be >= 0 on action tokens"
         if self.finish_reason not in FINISH_REASONS:
-            raise ValueError(
-                f"Trajectory of {self._where()}: finish_reason is {self.finish_reason!r}, not one of {FINISH_REASONS}"
-            )
+            yield f"finish_reason is {self.finish_reason!r}, not one of {FINISH_REASONS}"
         for name in ("reward", "score"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
-                raise ValueError(f"Trajectory of {self._where()}: {name} is {value}; it must be finite or None")
+                yield f"{name} is {value}; it must be finite or None"
         for image in self.images:
             end = image.offset + image.length
-            if not 0 <= image.offset < end <= len(self.token_ids) or self.action_mask[image.offset : end].any():
-                raise ValueError(f"Trajectory of {self._where()}: tokens {image.offset} to {end} can't be an image's")
+            if not 0 <= image.offset < end <= expected or mask[image.offset : end].any():
+                yield f"tokens {image.offset} to {end} can't be an image's"
         for position, value in self.step_rewards:
-            if not 0 <= position < len(self.token_ids) or not self.action_mask[position]:
-                raise ValueError(
-                    f"Trajectory of {self._where()}: step reward {value} at position {position}, not an action token"
-                )
+            if not 0 <= position < expected or not mask[position]:
+                yield f"step reward {value} at position {position}, not an action token"
             if not math.isfinite(value):
-                raise ValueError(f"Trajectory of {self._where()}: step reward at position {position} is {value}")
+                yield f"step reward at position {position} is {value}"
 
     @property
     def total_length(self) -> int:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -77,33 +78,23 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
     The thread is a daemon: one that hangs in user code can be given up (the caller's time-out) without
     keeping the process from ending. A pool of worker threads would be joined at exit.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # who waits may be cancelled, the thread can't be
 
     def target() -> None:
         try:
-            outcome: tuple[Any, BaseException | None] = (function(*args, **kwargs), None)
+            future.set_result(function(*args, **kwargs))
         except StopIteration as error:  # a future refuses StopIteration
             wrapped = RuntimeError("user code raised StopIteration")
             wrapped.__cause__ = error
-            outcome = (None, wrapped)
+            future.set_exception(wrapped)
         except (Exception, asyncio.CancelledError) as error:  # handed to the awaiting task as it is
-            outcome = (None, error)
+            future.set_exception(error)
         except BaseException as error:
-            outcome = (None, _as_failure(error))
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
+            future.set_exception(_as_failure(error))
 
     threading.Thread(target=target, daemon=True, name=f"user-code-{getattr(function, '__name__', 'call')}").start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 async def contained(awaitable: Awaitable[T]) -> T:

@@ -121,15 +121,15 @@ class PPOTrainer:
             self.console.new_step()
             collected = self._roll_out()
             if not collected.groups:
-                if self.cfg.async_train or not collected.seen:  # a queue is empty when all is done
+                if self.cfg.async_train or not collected.tally.seen:  # a queue is empty when all is done
                     break
                 self._pass_over(collected)
                 continue
             metrics = {**collected.metrics(), **self.system.engines.pop_metrics()}
             if self._select is not None:
                 metrics["rollout/buffer_filter_failures"] = float(self._select.failures)
-            if collected.lost:
-                self.console.say(f"{sum(collected.lost.values())} samples were lost, the last: {collected.last_loss}")
+            if lost := collected.tally.lost.total():
+                self.console.say(f"{lost} samples were lost, the last: {collected.tally.last_loss}")
             metrics.update(self._train_on(collected.groups))
             self.global_step += 1
             trained = [trajectory for group in collected.groups for trajectory in group.trajectories]
@@ -138,8 +138,9 @@ class PPOTrainer:
 
     def _pass_over(self, collected: CollectedGroups) -> None:
         """Go on where the last prompts of an episode left nothing to learn from."""
-        reasons = ", ".join(f"{name} {number}" for name, number in collected.dropped.items()) or "their samples failed"
-        self.console.say(f"The last {collected.seen} groups of the episode are left out: {reasons}")
+        dropped = collected.tally.dropped.items()
+        reasons = ", ".join(f"{name} {number}" for name, number in sorted(dropped)) or "their samples failed"
+        self.console.say(f"The last {collected.tally.seen} groups of the episode are left out: {reasons}")
         self.system.wake_models()
         self._sync_weights()
 

@@ -221,8 +221,8 @@ class RolloutQueue:
         self._training = True
         result = AsyncGroups(
             groups=tuple(groups),
+            tally=self._tally,
             insufficient=self._insufficient,
-            **self._tally.counts(),
             stale=self._stale,
             waiting=len(self._buffer),
             in_flight=len(self._in_flight),

@@ -9,7 +9,7 @@ from typing import Any
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import optimizer_steps
 from openrlhf.rollout.dump import DumpError, count_groups, dump_files, read_rollout_dump
-from openrlhf.rollout.filters import CollectedGroups
+from openrlhf.rollout.filters import CollectedGroups, GroupTally
 from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.experience import sample_metrics
@@ -62,7 +62,10 @@ class ReplayTrainer(PPOTrainer):
                 f"{path} has the token id {largest}, and --pretrain {self.cfg.pretrain} knows {self._vocabulary} "
                 "tokens: the dump is of another model"
             )
-        return CollectedGroups(tuple(groups), seen=len(groups), kept=len(groups))
+        tally = GroupTally(None)
+        for group in groups:
+            tally.judge(group)
+        return CollectedGroups(tuple(groups), tally)
 
 
 def replayed_files(cfg: PPOConfig) -> list[Path]:

@@ -121,7 +121,7 @@ def test_the_groups_of_a_step_do_not_depend_on_the_order_of_completion(order: in
     collected, drawn = run(thirds_are_good, data=100, target=4, order=order)
     assert ids(collected.groups) == [0, 3, 6, 9]
     assert drawn == list(range(10))
-    assert (collected.seen, collected.kept, collected.dropped) == (10, 4, {"mean_high": 6})
+    assert (collected.tally.seen, collected.tally.kept, collected.tally.dropped) == (10, 4, {"mean_high": 6})
     assert collected.metrics() == {
         "rollout/groups_seen": 10.0,
         "rollout/groups_kept": 4.0,
@@ -138,7 +138,7 @@ def test_surplus_good_groups_wait_in_the_buffer() -> None:
     assert len(buffer) == 2
     collected, drawn = run(thirds_are_good, data=100, target=3, buffer=buffer, start=12)
     assert ids(collected.groups) == [6, 9, 12] and drawn == [12]
-    assert len(buffer) == 0 and collected.kept == 1
+    assert len(buffer) == 0 and collected.tally.kept == 1
 
 
 def test_a_full_buffer_needs_no_prompts() -> None:
@@ -146,7 +146,7 @@ def test_a_full_buffer_needs_no_prompts() -> None:
     for prompt_id in range(3):
         buffer.put(group(prompt_id, [0.0, 1.0]))
     collected, drawn = run(thirds_are_good, data=100, target=2, buffer=buffer, start=50)
-    assert (ids(collected.groups), drawn, collected.seen) == ([0, 1], [], 0)
+    assert (ids(collected.groups), drawn, collected.tally.seen) == ([0, 1], [], 0)
     assert "dynamic_filtering_pass_rate" not in collected.metrics()
 
 
@@ -154,7 +154,7 @@ def test_when_the_data_runs_out_what_was_kept_is_used() -> None:
     collected, _ = run(thirds_are_good, data=5, target=4)
     assert ids(collected.groups) == [0, 3]
     collected, _ = run(thirds_are_good, data=0, target=4)
-    assert collected.groups == () and collected.seen == 0
+    assert collected.groups == () and collected.tally.seen == 0
 
 
 def test_constant_rewards_end_with_counts() -> None:
@@ -171,14 +171,14 @@ def test_constant_rewards_end_with_counts() -> None:
 def test_without_a_filter_only_empty_groups_are_replaced() -> None:
     collected, drawn = run(lambda i: [] if i == 1 else [1.0], data=9, target=3, filtering=False)
     assert ids(collected.groups) == [0, 2, 3] and drawn == [0, 1, 2, 3]
-    assert collected.dropped == {"no_samples": 1}
+    assert collected.tally.dropped == {"no_samples": 1}
     assert "dynamic_filtering_pass_rate" not in collected.metrics()
 
 
 def test_without_a_filter_lost_groups_do_not_stop_the_run() -> None:
     collected, drawn = run(lambda i: [] if i == 5 else [1.0], data=99, target=8, filtering=False, max_rounds=1)
     assert ids(collected.groups) == [0, 1, 2, 3, 4, 6, 7] and drawn == list(range(8))
-    assert collected.dropped == {"no_samples": 1}
+    assert collected.tally.dropped == {"no_samples": 1}
     with pytest.raises(NoLearnableGroups, match=r"0 of 2 groups after 2 were seen.*dropped: no_samples 2"):
         run(lambda i: [], data=99, target=2, filtering=False, max_rounds=1)
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import logging
 import os
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -132,7 +131,8 @@ class HTTPReward:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(_TryFailed),
             stop=tenacity.stop_after_attempt(options.max_tries),
-            wait=self._wait,
+            wait=tenacity.wait_exponential(options.first_wait, options.max_wait)
+            + tenacity.wait_random(0, options.jitter),
             before_sleep=self._count_retry,
             reraise=True,
         )
@@ -146,11 +146,6 @@ class HTTPReward:
 
     def _urls(self) -> str:
         return ", ".join(server.url for server in self._servers)
-
-    def _wait(self, state: tenacity.RetryCallState) -> float:
-        options = self.options
-        backoff = min(options.first_wait * 2.0 ** (state.attempt_number - 1), options.max_wait)
-        return backoff + random.uniform(0.0, options.jitter)
 
     def _count_retry(self, state: tenacity.RetryCallState) -> None:
         self.retries += 1
