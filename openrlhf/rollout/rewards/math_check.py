@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import queue
-import selectors
 import subprocess
 import sys
 import threading
-import time
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
 
 from openrlhf.rollout.errors import RewardError
 from openrlhf.utils.process import available_cores
@@ -29,53 +26,38 @@ class _Worker:
     """One child process."""
 
     def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
         paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "openrlhf.rollout.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        )
-        self._pending = b""
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "openrlhf.rollout.rewards.math_worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
         try:
-            self._read(_START_SECONDS)
-        except (MathTimeout, EOFError) as error:
+            self._answer(_START_SECONDS)
+        except (MathTimeout, EOFError, OSError) as error:
             self.kill()
             raise RewardError(
                 "the process for math answers did not start; is the package math-verify installed?"
             ) from error
 
-    def ask(self, request: dict[str, str], seconds: float) -> dict[str, Any]:
-        stdin = self._process.stdin
-        assert stdin is not None
-        stdin.write(json.dumps(request).encode() + b"\n")
-        stdin.flush()
-        return self._read(seconds)
+    def ask(self, gold: str, response: str, seconds: float) -> bool:
+        self._pipe.send((gold, response))
+        return self._answer(seconds)
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self._pipe.close()
 
-    def _read(self, seconds: float) -> dict[str, Any]:
-        stdout = self._process.stdout
-        assert stdout is not None
-        deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while b"\n" not in self._pending:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    raise MathTimeout
-                chunk = os.read(stdout.fileno(), 65536)
-                if not chunk:
-                    raise EOFError
-                self._pending += chunk
-        line, self._pending = self._pending.split(b"\n", 1)
-        return json.loads(line)
+    def _answer(self, seconds: float) -> bool:
+        if not self._pipe.poll(seconds):
+            raise MathTimeout
+        return self._pipe.recv()
 
 
 class MathChecker:
@@ -107,8 +89,7 @@ class MathChecker:
                 worker = _Worker()
                 with self._lock:
                     self._all.add(worker)
-            reply = worker.ask({"gold": gold, "response": response}, self._timeout)
-            return bool(reply.get("same", False))
+            return worker.ask(gold, response, self._timeout)
         except (MathTimeout, EOFError, OSError) as error:
             if worker is not None:
                 with self._lock:

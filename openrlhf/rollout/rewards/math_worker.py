@@ -1,4 +1,4 @@
-"""Child process that compares mathematical answers: one JSON request a line in, one JSON reply a line out.
+"""Child process that compares mathematical answers: pairs of texts come through a pipe, verdicts go back.
 
 math-verify guards itself with signals, which work in a main thread only, and some expressions keep it busy
 for ever. So it runs here without its own time-outs, and the parent kills this process when a request takes
@@ -7,9 +7,10 @@ too long.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 _NUMBER = r"[-+]?(?:\d[\d,]*)?\.?\d+(?:/\d+)?"
@@ -174,17 +175,19 @@ def _is_word(text: str) -> bool:
 
 
 def main() -> None:
-    """Serves requests until standard input ends."""
+    """Serves requests until the other end of the pipe, whose descriptor is the argument, is closed."""
     import math_verify  # noqa: F401 - loaded before the first request, whose time is limited
 
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            reply: dict[str, Any] = {"same": same_answer(request["gold"], request["response"])}
-        except Exception as error:  # whatever the parser makes of model output; the parent counts it
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
+    pipe = Connection(int(sys.argv[1]))
+    pipe.send(True)
+    with contextlib.suppress(EOFError):
+        while True:
+            gold, response = pipe.recv()
+            try:
+                same = same_answer(gold, response)
+            except Exception:  # whatever the parser makes of model output: it equals nothing
+                same = False
+            pipe.send(same)
 
 
 if __name__ == "__main__":
