@@ -11,20 +11,18 @@ from typing import Any
 from openrlhf.config.commands import (
     BatchInferenceConfig,
     ConvertConfig,
-    DPOConfig,
     KTOConfig,
     LoraCombinerConfig,
     PPOConfig,
     RewardTestConfig,
     RMConfig,
     ServeRMConfig,
-    SFTConfig,
     SupervisedOptions,
     TrainerOptions,
 )
 from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, looks_local, parse_sources
 from openrlhf.config.derive import data_copies
-from openrlhf.config.flag import flag_value
+from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
 from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import SupervisedDataOptions
@@ -76,6 +74,8 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
         # The arithmetic rules would only repeat, in other words, that a number is out of range.
         broken = {violation.flag for violation in violations}
         violations += [v for v in check_ppo(cfg, explicit, broken) if v.flag not in broken]
+    wrong = {violation.flag for violation in check_limits(cfg)}
+    violations += [violation for violation in _check_pairs(cfg) if violation.flag not in wrong]
     return violations
 
 
@@ -113,6 +113,51 @@ def _check_required(cfg: Any) -> Iterator[Violation]:
     for flag, what in needed.items():
         if not getattr(cfg, flag):
             yield Violation(flag, "is missing", f"give {what}")
+
+
+# Flags that do nothing without another one: flag, the other, why.
+NEEDS = (
+    ("partial_rollout", "async_train", "belongs to asynchronous training"),
+    ("group_rm", "custom_rm_path", "is about the function of --custom_rm_path, which is not given"),
+    ("tool_key", "apply_chat_template", "tools are shown by a chat template"),
+    ("multiturn", "apply_chat_template", "needs the chat template to find the assistant's turns"),
+    ("rollout_only", "dump_rollouts", "writes rollouts, but nowhere"),
+    ("image_key", "max_images_per_prompt", "is not read without images"),
+    ("ring_attn_size", "packing_samples", "works on packed samples only"),
+    ("gradient_checkpointing_every", "gradient_checkpointing", "says which layers are recomputed, and none are"),
+)
+# Flags that don't go together: flag, the other, why.
+CONFLICTS = (
+    ("custom_generate_function_path", "agent_func_path", "both play the episodes"),
+    ("dynamic_sampling_filter_path", "dynamic_filtering", "both decide on groups"),
+    ("vllm_enable_sleep", "async_train", "engines can't sleep while they are kept generating"),
+    ("rollout_only", "load_rollouts", "nothing is generated where rollouts are loaded"),
+    ("rollout_only", "load_checkpoint", "there is no model to train"),
+    ("rollout_only", "async_train", "there is no model to train"),
+    ("load_rollouts", "async_train", "there is nothing to generate while it trains"),
+    ("label_smoothing", "ipo", "the loss of IPO has none"),
+    ("pretrain_mode", "multiturn", "it trains on every token, so there are no turns to choose"),
+    ("load_in_4bit", "use_ds_universal_ckpt", "checkpoints hold no 4-bit weights, which that format would need"),
+    ("reward_pretrain", "max_images_per_prompt", "reward models don't see images"),
+    ("use_liger_kernel", "max_images_per_prompt", "there are no Liger kernels of vision models"),
+    ("ring_attn_size", "max_images_per_prompt", "ranks can't share a sequence that has images"),
+    *(
+        ("ds_tensor_parallel_size", other, "ranks that share layers don't work with it")
+        for other in ("ring_attn_size", "lora_rank", "load_in_4bit", "use_ds_universal_ckpt", "zpg")
+    ),
+)
+
+
+def _check_pairs(cfg: Any) -> Iterator[Violation]:
+    used = {
+        name for name, spec in flag_specs(type(cfg)).items() if getattr(cfg, name) not in (spec.default, None, 0, "")
+    }
+    for flag, other, why in NEEDS:
+        if flag in used and not flag_value(cfg, other):
+            yield Violation(flag, why, f"add --{other}, or leave --{flag} out")
+    for flag, other, why in CONFLICTS:
+        if flag in used and other in used:
+            yield Violation(flag, f"does not go with --{other}: {why}", f"leave out --{flag} or --{other}")
 
 
 def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
@@ -206,12 +251,6 @@ def _check_loading(cfg: LoadOptions) -> Iterator[Violation]:
         )
     if cfg.load_in_4bit and isinstance(cfg, ModelOptions) and cfg.lora_rank == 0:
         yield Violation("load_in_4bit", "4-bit weights can't be trained, but adapters on them can", "add --lora_rank")
-    if cfg.load_in_4bit and flag_value(cfg, "use_ds_universal_ckpt"):
-        problem = "checkpoints hold no 4-bit weights, which DeepSpeed's universal format would need"
-        yield Violation("load_in_4bit", problem, "leave out --use_ds_universal_ckpt")
-    if isinstance(cfg, ModelOptions) and cfg.gradient_checkpointing_every > 1 and not cfg.gradient_checkpointing:
-        problem = "says which layers are recomputed, but --gradient_checkpointing is off"
-        yield Violation("gradient_checkpointing_every", problem, "add --gradient_checkpointing")
     reentrant = flag_value(cfg, "gradient_checkpointing") and flag_value(cfg, "gradient_checkpointing_use_reentrant")
     if reentrant and flag_value(cfg, "aux_loss_coef"):
         problem = "has no effect with --gradient_checkpointing_use_reentrant, which keeps no gradient of the routers"
@@ -224,12 +263,7 @@ def _check_precision(cfg: DeepSpeedOptions) -> Iterator[Violation]:
     if cfg.ds_tensor_parallel_size > 1:
         refused = {
             "param_dtype": cfg.param_dtype == "fp16",
-            "ring_attn_size": cfg.ring_attn_size > 1,
-            "lora_rank": bool(flag_value(cfg, "lora_rank")),
-            "load_in_4bit": bool(flag_value(cfg, "load_in_4bit")),
             "optim": "muon" in (flag_value(cfg, "optim"), flag_value(cfg, "critic_optim")),
-            "use_ds_universal_ckpt": cfg.use_ds_universal_ckpt,
-            "zpg": cfg.zpg > 1,
         }
         for flag in (flag for flag, asked in refused.items() if asked):
             value = show_value(getattr(cfg, flag))
@@ -360,20 +394,9 @@ def _check_adapter_folders(cfg: TrainerOptions) -> Iterator[Violation]:
 
 
 def _check_supervised(cfg: SupervisedOptions) -> Iterator[Violation]:
-    if cfg.ring_attn_size > 1 and not cfg.packing_samples:
-        yield Violation("ring_attn_size", "works on packed samples only", "add --packing_samples")
-    if isinstance(cfg, SFTConfig):
-        if cfg.multiturn and not cfg.apply_chat_template:
-            problem = "needs the chat template to find the assistant's turns"
-            yield Violation("multiturn", problem, "add --apply_chat_template")
-        if cfg.multiturn and cfg.pretrain_mode:
-            problem = "trains on every token, so there are no turns to choose"
-            yield Violation("pretrain_mode", problem, "leave out --multiturn or --pretrain_mode")
     if isinstance(cfg, RMConfig) and cfg.margin_loss and cfg.loss != "sigmoid":
         fix = "use --loss sigmoid, which without a margin is the same as logexp"
         yield Violation("margin_loss", f"--loss {cfg.loss} has no margin", fix)
-    if isinstance(cfg, DPOConfig) and cfg.ipo and cfg.label_smoothing:
-        yield Violation("label_smoothing", "the loss of IPO has none", "leave out --ipo or --label_smoothing")
     if isinstance(cfg, KTOConfig):
         if cfg.train_batch_size == 1:
             problem = "is 1: each prompt is paired with the answer of another row of the batch to estimate the KL"

@@ -46,12 +46,11 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     yield from _check_rewards(cfg)
     yield from _check_files(cfg)
     yield from _check_algorithms(cfg)
-    yield from _check_groups(cfg)
+    yield from _check_estimator(cfg)
     yield from _check_correction(cfg, explicit)
     yield from _check_async(cfg)
     yield from _check_dumps(cfg)
     yield from _check_stops(cfg)
-    yield from _check_images(cfg)
     no_devices = list(_check_sizes(cfg))
     yield from no_devices
     if not no_devices and not _ARITHMETIC & set(broken):
@@ -73,9 +72,6 @@ def _check_rewards(cfg: PPOConfig) -> Iterator[Violation]:
     elif len(sources) > 1:
         given = " and ".join("--" + flag for flag in sources)
         yield Violation(sources[0], f"{given} both give rewards, and only one can count", "keep one")
-    elif cfg.agent_func_path and cfg.custom_generate_function_path:
-        problem = "--agent_func_path and --custom_generate_function_path both play the episodes"
-        yield Violation("custom_generate_function_path", problem, "keep one")
     instead = "use --remote_rm_url, --custom_rm_path or --agent_func_path (serve_rm makes a URL of a reward model)"
     if sources == ["reward_pretrain"]:
         if "," in (cfg.reward_pretrain or ""):
@@ -96,18 +92,9 @@ def _check_hooks(cfg: PPOConfig) -> Iterator[Violation]:
             yield from _check_python_file(flag, path.rpartition(":")[0], "the hook, and write file.py:function")
         elif path.endswith(".py"):
             yield Violation(flag, f"{path} names no function", f"write {path}:function")
-    if cfg.dynamic_filtering and cfg.dynamic_sampling_filter_path:
-        problem = "--dynamic_filtering and --dynamic_sampling_filter_path both decide on groups"
-        yield Violation("dynamic_sampling_filter_path", problem, "keep one")
-    if cfg.group_rm and not cfg.custom_rm_path:
-        yield Violation(
-            "group_rm", "is about --custom_rm_path, which is not given", "name the function, or leave it out"
-        )
     if cfg.group_rm and cfg.advantage_estimator == "remax":
         problem = "the greedy response that remax compares with belongs to no group"
         yield Violation("group_rm", problem, "use another estimator, or a reward for single samples")
-    if cfg.tool_key and not cfg.apply_chat_template:
-        yield Violation("tool_key", "tools are shown by a chat template", "add --apply_chat_template")
 
 
 def _check_files(cfg: PPOConfig) -> Iterator[Violation]:
@@ -154,8 +141,11 @@ def _check_algorithms(cfg: PPOConfig) -> Iterator[Violation]:
             yield Violation(flag, f"there is no {name}", fix)
 
 
-def _check_groups(cfg: PPOConfig) -> Iterator[Violation]:
+def _check_estimator(cfg: PPOConfig) -> Iterator[Violation]:
     n, estimator = cfg.n_samples_per_prompt, cfg.advantage_estimator
+    if cfg.max_images_per_prompt and estimator == "gae":
+        problem = "vision models have no critic, which gae needs"
+        yield Violation("advantage_estimator", problem, "use another estimator, such as reinforce")
     if n == 1 and estimator in GROUP_ESTIMATORS:
         yield Violation(
             "n_samples_per_prompt",
@@ -214,12 +204,6 @@ def _check_correction(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Vio
 
 
 def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
-    if cfg.partial_rollout and not cfg.async_train:
-        yield Violation("partial_rollout", "belongs to asynchronous training", "add --async_train")
-    if cfg.async_train and cfg.vllm_enable_sleep:
-        yield Violation(
-            "vllm_enable_sleep", "engines can't sleep while --async_train keeps them generating", "leave it out"
-        )
     surplus = (cfg.vllm_generate_batch_size or 0) > cfg.rollout_batch_size
     if surplus and not (cfg.async_train or cfg.dynamic_filtering or cfg.dynamic_sampling_filter_path):
         yield Violation(
@@ -231,16 +215,8 @@ def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
 
 
 def _check_dumps(cfg: PPOConfig) -> Iterator[Violation]:
-    if cfg.rollout_only and not cfg.dump_rollouts:
-        yield Violation("rollout_only", "writes rollouts, but nowhere", "name a folder with --dump_rollouts")
-    for flag in ("load_rollouts", "load_checkpoint", "async_train"):
-        if cfg.rollout_only and getattr(cfg, flag):
-            yield Violation("rollout_only", f"has no model to train, which --{flag} is about", f"leave out --{flag}")
-    if cfg.load_rollouts:
-        if not Path(cfg.load_rollouts).exists():
-            yield not_there("load_rollouts", cfg.load_rollouts)
-        if cfg.async_train:
-            yield Violation("load_rollouts", "has nothing to generate while it trains", "leave out --async_train")
+    if cfg.load_rollouts and not Path(cfg.load_rollouts).exists():
+        yield not_there("load_rollouts", cfg.load_rollouts)
     if cfg.dump_rollouts and not cfg.load_checkpoint and any(Path(cfg.dump_rollouts).glob("rollout_step_*.jsonl")):
         yield Violation(
             "dump_rollouts",
@@ -252,23 +228,6 @@ def _check_dumps(cfg: PPOConfig) -> Iterator[Violation]:
 def _check_stops(cfg: PPOConfig) -> Iterator[Violation]:
     if "" in (cfg.stop_strings or ()):
         yield Violation("stop_strings", "an empty text ends every response at once", "write texts with characters")
-
-
-def _check_images(cfg: PPOConfig) -> Iterator[Violation]:
-    if cfg.max_images_per_prompt == 0:
-        if cfg.image_key != "images":
-            yield Violation("image_key", "is not read without images", "add --max_images_per_prompt, or leave it out")
-        return
-    if cfg.advantage_estimator == "gae":
-        problem = "vision models have no critic, which gae needs"
-        yield Violation("advantage_estimator", problem, "use another estimator, such as reinforce")
-    if cfg.reward_pretrain:
-        problem = "reward models don't see images"
-        yield Violation("reward_pretrain", problem, "use --remote_rm_url or --agent_func_path")
-    if cfg.use_liger_kernel:
-        yield Violation("use_liger_kernel", "there are no Liger kernels of vision models", "leave it out")
-    if cfg.ring_attn_size > 1:
-        yield Violation("ring_attn_size", "ranks can't share a sequence that has images", "use 1")
 
 
 def _check_lengths(cfg: PPOConfig) -> Iterator[Violation]:
