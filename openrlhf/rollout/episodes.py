@@ -172,8 +172,12 @@ async def _judged(group: Group, group_filter: GroupFilter) -> Group:
         return replace(group, trajectories=(), failures=(*group.failures, *lost))
 
 
-async def _rewarded(samples: Sequence[Trajectory], spec: EpisodeSpec) -> list[Outcome]:
-    """The samples with their rewards. Those that have one keep it; of a group all are shown to the reward."""
+async def _rewarded(samples: Sequence[Trajectory], spec: EpisodeSpec, left: float | None = None) -> list[Outcome]:
+    """The samples with their rewards. Those that have one keep it; of a group all are shown to the reward.
+
+    Args:
+        left: seconds that are left of the episode's time, where there is a limit.
+    """
     missing = [t for t in samples if t.reward is None]
     if spec.rewards is None or not missing:
         return list(samples)
@@ -182,7 +186,7 @@ async def _rewarded(samples: Sequence[Trajectory], spec: EpisodeSpec) -> list[Ou
     if spec.group_reward:
         verdicts = await spec.rewards.score_group(requests)
     else:
-        verdicts = await gather_all([spec.rewards.score(request) for request in requests])
+        verdicts = await gather_all([spec.rewards.score(request, left) for request in requests])
     seconds = time.monotonic() - started
     outcomes: dict[int, Outcome] = {id(t): t for t in samples}
     for request, verdict in zip(requests, verdicts, strict=True):
@@ -218,14 +222,17 @@ def sample_name(item: PromptItem, index: int) -> str:
 
 
 async def _guarded_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Outcome]:
-    """Runs one episode within its time limit and applies the failure policy."""
-    started = time.monotonic()
+    """Runs one episode within its time limit, with its reward unless that is the group's; applies the failure policy.
+
+    What the reward client says of a reward that comes too late holds as for any other failure.
+    """
+    started, limit = time.monotonic(), spec.episode_timeout
     strict = spec.on_agent_failure == "raise"
     try:
-        return await within(_episode(item, index, engine, spec), spec.episode_timeout)
+        samples = await within(_episode(item, index, engine, spec), limit)
     except DeadlinePassed as error:
         what = "the episode" if spec.executor is None else f"agent {_title(spec.executor)}"
-        message = f"{sample_name(item, index)}: {what} did not end within {spec.episode_timeout:g} s"
+        message = f"{sample_name(item, index)}: {what} did not end within {limit:g} s"
         kind = "timeout"
         if strict or spec.executor is None:
             raise EpisodeTimeout(message) from error
@@ -233,17 +240,20 @@ async def _guarded_episode(item: PromptItem, index: int, engine: GenerationEngin
         message, kind = str(error), "agent"
         if strict:
             raise
+    else:
+        if spec.group_reward:
+            return list(samples)
+        left = None if limit is None else max(0.0, started + limit - time.monotonic())
+        return await _rewarded(samples, spec, left)
     logger.warning("sample lost after %.1f s: %s", time.monotonic() - started, message)
     return [EpisodeFailure(item.prompt_id, index, kind, message)]
 
 
-async def _episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Outcome]:
-    """One episode, with its reward unless that is the group's: one sample, or the parts of a rollout."""
+async def _episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Trajectory]:
+    """One episode without its reward: one sample, or the parts of a rollout."""
     if spec.executor is None:
-        samples = [await _single_turn_episode(item, index, engine, spec)]
-    else:
-        samples = await _agent_episode(item, index, engine, spec, spec.executor)
-    return list(samples) if spec.group_reward else await _rewarded(samples, spec)
+        return [await _single_turn_episode(item, index, engine, spec)]
+    return await _agent_episode(item, index, engine, spec, spec.executor)
 
 
 def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:

@@ -11,7 +11,7 @@ import pytest
 from rollout_helpers import ANS, EOS, EOS2, PAD, LetterTokenizer, ScriptedEngine, item
 
 from openrlhf.rollout.episodes import EpisodeSpec, run_group
-from openrlhf.rollout.errors import EngineError, EpisodeTimeout, RolloutError
+from openrlhf.rollout.errors import EngineError, EpisodeTimeout, RewardError, RolloutError
 from openrlhf.rollout.group import Group
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, RewardClient
@@ -220,6 +220,31 @@ def test_an_engine_that_hangs_ends_with_a_named_timeout() -> None:
     engine = ScriptedEngine([[EOS]], delays=[60])
     with pytest.raises(EpisodeTimeout, match=r"prompt 5 sample 0: the episode did not end within 0.1 s"):
         run(item(TOK, "p", 5), 1, engine, spec(episode_timeout=0.1))
+
+
+@pytest.mark.parametrize("policy", ["stop", "drop", "zero"])
+def test_a_reward_that_takes_all_of_the_time_is_one_that_failed(policy: str) -> None:
+    """What --reward_on_failure says holds for it, and only an engine that hangs ends a run in any case."""
+
+    async def reward_func(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
+        if "f" in queries[0]:
+            await asyncio.sleep(60)
+        return [1.0] * len(queries)
+
+    engine = ScriptedEngine([[14, EOS], [15, EOS], [16, EOS]])
+    rewards = rewards_of(reward_func, on_failure=policy, batch_size=1)
+    options = spec(rewards=rewards, episode_timeout=0.2, on_agent_failure="raise" if policy == "stop" else "drop")
+    message = r"prompt 5 sample 1: no reward in the 0\.\d s that were left of its episode's time \(--rollout_timeout\)"
+    if policy == "stop":
+        with pytest.raises(RewardError, match=message):
+            run(item(TOK, "p", 5), 3, engine, options)
+        return
+    group = run(item(TOK, "p", 5), 3, engine, options)
+    kept = {t.sample_index: (t.reward, "reward_failed" in t.extra_logs) for t in group.trajectories}
+    assert kept == {0: (1.0, False), 2: (1.0, False)} | ({1: (0.0, True)} if policy == "zero" else {})
+    assert [(f.sample_index, f.kind) for f in group.failures] == ([(1, "reward")] if policy == "drop" else [])
+    metrics = rewards.pop_metrics()
+    assert metrics["reward/failures"] == 1 and metrics["reward/dropped" if policy == "drop" else "reward/zeroed"] == 1
 
 
 def test_a_dropped_reward_leaves_the_other_samples() -> None:

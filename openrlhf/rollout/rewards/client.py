@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrlhf.rollout.errors import RewardError
-from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, RewardSource
+from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, RewardSource, sample_names
 from openrlhf.rollout.usercode import gather_all
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ class NoReward:
     reason: str
 
 
-_Entry = tuple[RewardRequest, asyncio.Future[RewardResult | NoReward]]
+_Verdict = asyncio.Future[RewardResult | NoReward]
+_Entry = tuple[RewardRequest, _Verdict]
 
 
 class RewardClient:
@@ -63,18 +64,27 @@ class RewardClient:
         self.latencies: list[float] = []
         self._retries_reported = 0
 
-    async def score(self, request: RewardRequest) -> RewardResult | NoReward:
+    async def score(self, request: RewardRequest, seconds: float | None = None) -> RewardResult | NoReward:
         """Returns the result for one sample, or why there is none where it failed and the policy is "drop".
+
+        Args:
+            seconds: what takes longer has failed, whatever the limits of the source; None = only these count.
 
         Raises:
             RewardError: it failed and the policy is "stop".
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[RewardResult | NoReward] = loop.create_future()
+        future: _Verdict = loop.create_future()
         self._waiting.append((request, future))
         # Not at once: what else becomes ready in this turn of the loop joins the same call.
         loop.call_soon(self._start_calls)
-        return await future
+        if seconds is None:
+            return await future
+        end = loop.call_later(seconds, self._give_up, request, future, seconds)
+        try:
+            return await future
+        finally:
+            end.cancel()
 
     async def score_group(self, requests: Sequence[RewardRequest]) -> list[RewardResult | NoReward]:
         """As `score` for all samples of a prompt, in one call of the source."""
@@ -139,8 +149,8 @@ class RewardClient:
                 raise
             return
         errors = {id(outcome): outcome for outcome in outcomes if isinstance(outcome, RewardError)}
-        for failure in errors.values() if self._on_failure != "stop" else ():
-            logger.warning("no reward (%s): %s", self._on_failure, failure)
+        for failure in errors.values():
+            self._tell(failure)
         for (_, future), outcome in zip(batch, outcomes, strict=True):
             if future.done():
                 continue
@@ -148,6 +158,19 @@ class RewardClient:
                 self._fail(future, outcome)
             else:
                 future.set_result(outcome)
+
+    def _give_up(self, request: RewardRequest, future: _Verdict, seconds: float) -> None:
+        if not future.done():
+            error = RewardError(
+                f"{sample_names([request])}: no reward in the {seconds:.1f} s that were left of its episode's time "
+                "(--rollout_timeout)"
+            )
+            self._tell(error)
+            self._fail(future, error)
+
+    def _tell(self, error: RewardError) -> None:
+        if self._on_failure != "stop":
+            logger.warning("no reward (%s): %s", self._on_failure, error)
 
     async def _outcomes(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult | RewardError]:
         outcomes = await self._call(requests)
@@ -172,7 +195,7 @@ class RewardClient:
             return [RewardError(f"{name} returned {len(results)} results for {len(requests)} requests")] * len(requests)
         return results
 
-    def _fail(self, future: asyncio.Future[RewardResult | NoReward], error: RewardError) -> None:
+    def _fail(self, future: _Verdict, error: RewardError) -> None:
         self._counts["failures"] += 1
         if self._on_failure == "stop":
             future.set_exception(error)
