@@ -71,7 +71,7 @@ class MicroBatch:
     def with_columns(self, **columns: Tensor) -> MicroBatch:
         """The same micro-batch with per-token columns added or replaced (each ``[N]``)."""
         for name, column in columns.items():
-            if column.shape[:1] != self.input_ids.shape:
+            if column.shape != self.input_ids.shape:
                 raise ValueError(
                     f"column {name!r} has shape {tuple(column.shape)}, but the micro-batch has {self.num_tokens} tokens"
                 )
@@ -129,7 +129,7 @@ def pack(sequences: Sequence[Array], columns: Mapping[str, Sequence[Array]], ind
     for name, values in columns.items():
         parts = [_tensor(values[i]) for i in indices]
         for i, tokens, part in zip(indices, ids, parts, strict=True):
-            if part.shape[:1] != tokens.shape:
+            if part.shape != tokens.shape:
                 raise ValueError(
                     f"column {name!r} of sequence {i} has shape {tuple(part.shape)}, but the sequence has "
                     f"{tokens.numel()} tokens"

@@ -63,6 +63,14 @@ def test_value_clip_fraction_looks_at_the_unclipped_value() -> None:
     assert metrics["value_clip_ratio"].mean() == 0.5
 
 
+def test_only_the_current_critic_gets_a_gradient() -> None:
+    values, old, returns = (torch.tensor([number], requires_grad=True) for number in (1.0, 0.9, 0.5))
+    loss, metrics = value_loss(values, old, returns, torch.ones(1).bool(), clip=0.2)
+    loss.sum().backward()
+    assert values.grad.item() == 0.5 and old.grad is None and returns.grad is None
+    assert not any(column.requires_grad for column in metrics.values())
+
+
 def test_unmasked_nan_in_the_critic_surfaces() -> None:
     loss, _ = value_loss(torch.tensor([math.nan]), torch.zeros(1), torch.zeros(1), torch.ones(1).bool(), 0.2)
     assert loss.isnan().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -26,6 +27,8 @@ def test_buckets_hold_every_tensor_once_in_order_and_keep_the_limit(sizes: list[
     for bucket in buckets:
         assert bucket
         assert sum(sizes[i] for i in bucket) <= limit or len(bucket) == 1
+    for bucket, following in pairwise(buckets):  # a bucket ends only where the next tensor does not fit
+        assert sum(sizes[i] for i in [*bucket, following[0]]) > limit
 
 
 def test_limit_must_be_positive() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -48,8 +50,14 @@ def test_read_only_memory_is_packed_without_a_warning(recwarn: pytest.WarningsRe
 
 def test_columns_can_be_added_and_moved() -> None:
     batch = pack([[1, 2]], {}, [0]).with_columns(old=torch.tensor([0.5, 1.5]))
+    batch = replace(batch, images=((0, 1, b"image"),))
     moved = batch.to("meta")
     assert moved.columns["old"].device.type == moved.cu_seqlens.device.type == "meta"
+    kept = batch.to("cpu")
+    for name, value in vars(batch).items():
+        same = getattr(kept, name)
+        assert torch.equal(same, value) if isinstance(value, torch.Tensor) else same == value or name == "columns"
+    assert torch.equal(kept.columns["old"], batch.columns["old"])
     with pytest.raises(ValueError, match="'old'.*2 tokens"):
         batch.with_columns(old=torch.zeros(3))
     with pytest.raises(ValueError, match="cannot split"):
