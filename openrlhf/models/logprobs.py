@@ -93,7 +93,7 @@ class Backbone(nn.Module):
         """Configuration of the wrapped model."""
         return unwrap_hf(self.model).config
 
-    def hidden_states(self, batch: MicroBatch, **kwargs: Any) -> tuple[Tensor, Any]:
+    def hidden_states(self, batch: MicroBatch) -> tuple[Tensor, Any]:
         """Last hidden states ``[N, H]`` (of this rank's slice, if there are others) and the base model's output."""
         inputs, inside = _layout(batch, self.packing, self.ranks)
         hf = unwrap_hf(self.model)
@@ -108,8 +108,8 @@ class Backbone(nn.Module):
                 "position_ids": _rows(positions.T, inside).permute(2, 0, 1),
             }
         if self.aux_loss:
-            kwargs = {**kwargs, "output_router_logits": True}
-        outputs = base(**inputs, use_cache=False, return_dict=True, **kwargs)
+            inputs["output_router_logits"] = True
+        outputs = base(**inputs, use_cache=False, return_dict=True)
         hidden = outputs.last_hidden_state
         hidden = hidden if zero is None else hidden + zero
         return (hidden[0] if inside is None else hidden[inside]), outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,33 @@ from openrlhf.models.logprobs import PolicyModel
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
+@pytest.fixture
+def all_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused forms run, each as the function that a GPU would compile."""
+    monkeypatch.setattr("openrlhf.models.fused.can_fuse", lambda device: True)
+    monkeypatch.setattr("openrlhf.models.fused.fuse", lambda function: function)
+
+
+@pytest.mark.usefixtures("all_fused")
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "mistral"])
-def test_fused_model_gives_the_same_values_and_gradients(tmp_path: Path, arch: str) -> None:
+def test_fused_model_gives_the_same_values_and_gradients(
+    tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_tiny_model(tmp_path / "m", arch)
     models = [load_causal_lm(folder, options()), load_causal_lm(folder, options())]
+    namespace = sys.modules[type(models[0]).__module__]
+    rotary = namespace.apply_rotary_pos_emb
+    monkeypatch.setattr(namespace, "apply_rotary_pos_emb", rotary)  # put back at the end
     with torch.no_grad():
         for model in models:  # norm weights of 1 would hide a wrong form
             for name, parameter in model.named_parameters():
                 if "norm" in name:
                     parameter.copy_(1 + torch.arange(parameter.numel()) / parameter.numel())
-    assert fuse_elementwise(models[1]) >= 2 * 3 + 1  # type: ignore[arg-type]
-    outputs = [PolicyModel(model)(packed(sequences())).logprobs for model in models]
+    outputs = [PolicyModel(models[0])(packed(sequences())).logprobs]
+    norms = 2 * 4 + 1 if arch == "qwen3" else 2 * 2 + 1  # qwen3 has two more in each attention
+    assert fuse_elementwise(models[1]) == norms + 2 + 1  # two MLPs, and the rotary embedding of all layers
+    assert namespace.apply_rotary_pos_emb is not rotary
+    outputs.append(PolicyModel(models[1])(packed(sequences())).logprobs)
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-5, rtol=0)
     for output in outputs:
         output.sum().backward()
@@ -55,6 +72,7 @@ def test_nothing_is_compiled_for_a_cpu() -> None:
     assert not can_fuse(torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("all_fused")
 def test_a_model_that_turns_a_part_of_each_head_keeps_its_rotary_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +85,4 @@ def test_a_model_that_turns_a_part_of_each_head_keeps_its_rotary_form(
     batch = packed(sequences())
     expected = PolicyModel(model)(batch).logprobs
     fuse_elementwise(model)  # type: ignore[arg-type]
-    monkeypatch.setattr("openrlhf.models.fused.can_fuse", lambda device: True)
-    monkeypatch.setattr("openrlhf.models.fused.fuse", lambda function: function)
     torch.testing.assert_close(PolicyModel(model)(batch).logprobs, expected, atol=1e-5, rtol=0)
