@@ -55,8 +55,6 @@ def tokenize_rows(
     in_memory = len(rows) <= _IN_MEMORY_ROWS
     # By itself the library writes beside the data, which may be a folder that is only read.
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "openrlhf_tokens" / f"{fingerprint}.arrow"
-    if not in_memory:
-        cache.parent.mkdir(parents=True, exist_ok=True)
     table = rows.map(
         tokenize,
         with_indices=True,

@@ -90,7 +90,10 @@ def test_secrets_are_masked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "http://me:***@host/x" in out
 
 
-def test_show_can_be_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_can_be_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "now")  # part of a run's name, which is not shown
     for command, required in REQUIRED.items():
         status, out, _ = run(capsys, "show", command, *required)
         assert status == 0

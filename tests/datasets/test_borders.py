@@ -127,6 +127,16 @@ def test_pairs_behind_a_prompt_that_ends_in_a_blank(fast: bool, monkeypatch: pyt
     assert pair.chosen_ids[: pair.chosen_mask.index(True)] == pair.rejected_ids[: pair.rejected_mask.index(True)]
 
 
+def test_a_cut_at_one_border_makes_no_token_across_the_next() -> None:
+    """Of xa and ab the first is merged first: cut between x and a, the rest of the text would be one token."""
+    vocabulary = {symbol: i for i, symbol in enumerate(["x", "a", "b", "xa", "ab"])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [("x", "a"), ("a", "b")])))
+    for text, spans in (("xab", [(1, 2)]), ("xxab", [(2, 3)]), ("abxab", [(3, 4)])):
+        ids, mask = texts.encode_spans(tokenizer, text, spans)
+        assert "".join(tokenizer.convert_ids_to_tokens(ids)) == text
+        assert [token for token, on in zip(tokenizer.convert_ids_to_tokens(ids), mask, strict=True) if on] == ["a"]
+
+
 def test_a_tag_that_takes_the_line_break_behind_it_keeps_doing_so() -> None:
     """A break that is part of an end tag everywhere must not become a token where another border is cut."""
     tokenizer = trained("bytes")

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig
 from openrlhf.datasets.preference import PreferenceDataset, build_preference_dataset
-from openrlhf.datasets.sft import TOO_LONG
+from openrlhf.datasets.sft import EMPTY_PROMPT, TOO_LONG
 from openrlhf.datasets.sources import DataError, load_rows
 from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
 
@@ -56,8 +56,10 @@ class TestText:
 
     def test_whole_texts(self) -> None:
         """Without a prompt column everything is answer, but for the first token, which nothing predicts."""
-        data = build([{"chosen": "Q yes", "rejected": "Q no"}], input_template="ignored {}")
+        rows = [{"chosen": "Q yes", "rejected": "Q no"}, {"chosen": "Yes", "rejected": "No"}]
+        data = build(rows, input_template="ignored {}")
         assert shown(data, 0) == (f"Q yes{END}", f" yes{END}")
+        assert shown(data, 3) == (f"No{END}", f"o{END}")
 
     def test_bos_comes_once_and_an_end_token_is_not_doubled(self) -> None:
         tokenizer = letters(adds_bos=True)
@@ -176,6 +178,21 @@ class TestUnusable:
         assert len(reward) == 1 and sum(reward.dropped.values()) == 5
 
     @pytest.mark.parametrize("config", [DPOConfig, RMConfig])
+    def test_chats_without_prompt_or_answer(self, config: type) -> None:
+        rows = [
+            {"p": [user("a")], "chosen": [assistant("x")], "rejected": [assistant("y")]},
+            {"p": [user("a")], "chosen": [assistant("x")], "rejected": [assistant("")]},
+            {"p": [user("a")], "chosen": [], "rejected": [assistant("y")]},
+            {"p": [], "chosen": [assistant("x")], "rejected": [assistant("y")]},
+        ]
+        data = build(rows, config, prompt_key="p", apply_chat_template=True)
+        assert len(data) == 1 and data.dropped == {
+            "empty response (chosen)": 1,
+            "empty response (rejected)": 1,
+            EMPTY_PROMPT: 1,
+        }
+
+    @pytest.mark.parametrize("config", [DPOConfig, RMConfig])
     def test_nothing_left(self, config: type) -> None:
         with pytest.raises(
             DataError, match="none of the 2 rows can be trained on: 2 x chosen and rejected are the same"
@@ -186,6 +203,7 @@ class TestUnusable:
         ("rows", "flags", "message"),
         [
             ([{"a": "x", "rejected": "y"}], {}, "no column for --chosen_key 'chosen'; its columns are: a, rejected"),
+            ([{"chosen": "x", "a": "y"}], {}, "no column for --rejected_key 'rejected'; its columns are: chosen, a"),
             ([{"chosen": "x", "rejected": "y"}], {"prompt_key": "q"}, "--prompt_key 'q'"),
             (
                 [{"chosen": "x", "rejected": "y"}, {"chosen": None, "rejected": "y"}],
@@ -248,7 +266,7 @@ class TestUnpaired:
         assert shown(data, 0)[1] == f"b{END}" and data.dropped == {"empty response": 1}
 
     def test_labels_of_csv_files(self, tmp_path: Path) -> None:
-        (tmp_path / "rows.csv").write_text("input,output,label\na,b,1\na,b,False\na,b,0\na,2,True\na,b,1.0\n")
+        (tmp_path / "rows.csv").write_text("input,output,label\na,b,1\na,b,False\na,b, 0.0\na,2,True\na,b,1.0 \n")
         cfg = KTOConfig(output_key="output", input_template="{}=")
         data = build_unpaired_dataset(load_rows(str(tmp_path / "rows.csv")), cfg, TOKENIZER)
         assert data.labels.tolist() == [True, False, False, True, True] and shown(data, 3)[1] == f"2{END}"

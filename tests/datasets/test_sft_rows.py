@@ -340,6 +340,12 @@ class TestRowsOnDemand:
         assert data.take(taken_up, 4) == data.take(order, 4)
         assert "1 x " in caplog.text and "row" in caplog.text
 
+    def test_usable_rows_are_estimated_from_a_sample(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sft, "_SAMPLE", 40)
+        rows = [{"input": "a", "output": "b" if i % 2 else ""} for i in range(400)]
+        first, second = self.lazy(rows, monkeypatch), self.lazy(rows, monkeypatch)
+        assert 100 < first.num_usable == second.num_usable < 300 and first.num_usable % 10 == 0
+
     def test_bad_rows_are_told_before_the_first_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DataError, match="row 3: column 'output' is null"):
             self.lazy([{"input": "a", "output": None if i == 3 else "b"} for i in range(9)], monkeypatch)

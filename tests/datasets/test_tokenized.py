@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from data_cases import letters
 from datasets import Dataset
+from tokenizers.normalizers import Lowercase
 
 from openrlhf.config import SFTConfig
 from openrlhf.datasets import tokenized
@@ -31,6 +32,17 @@ def test_ids_are_cached_apart_from_the_data(tmp_path: Path, monkeypatch: pytest.
     cfg.input_template = "{}="
     built = build_sft_dataset(load_rows(str(data)), cfg, letters(eos="<eos>"))
     assert len(built) == 3 and sorted(data.rglob("*")) == before
+
+
+def test_cached_ids_are_those_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenized, "_IN_MEMORY_ROWS", 0)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path))
+    rows = Dataset.from_list([{"input": "Q", "output": "a"}])
+    cfg = SFTConfig(output_key="output", input_template="{}")
+    plain, small = letters(eos="<eos>"), letters(eos="<eos>")
+    small.backend_tokenizer.normalizer = Lowercase()  # the same vocabulary, and other ids
+    found = [plain.decode(build_sft_dataset(rows, cfg, each).fetch([0])[0][0]) for each in (plain, small)]
+    assert found == ["Qa<eos>", "qa<eos>"]
 
 
 def test_cached_ids_are_not_those_of_older_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
