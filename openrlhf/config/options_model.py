@@ -254,7 +254,8 @@ class CheckpointOptions(OptionGroup):
     )
     save_hf_ckpt: bool = flag(
         False,
-        "also write each checkpoint's model in Hugging Face format (a folder ending in _hf, which PPO never removes)",
+        "also write each checkpoint's model in Hugging Face format, a folder ending in _hf; PPO keeps all of them, "
+        "whatever max_ckpt_num is, other commands remove them with their checkpoints",
         "ckpt.save_hf",
     )
     disable_ds_ckpt: bool = flag(

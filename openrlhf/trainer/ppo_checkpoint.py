@@ -15,7 +15,7 @@ class PPOCheckpoints:
     """Saves and restores the trained roles of a run.
 
     ``<ckpt_path>/_actor`` and ``<ckpt_path>/_critic`` hold the resumable parts, ``<tag>_hf`` beside them the
-    Hugging Face copies (``--save_hf_ckpt``).
+    Hugging Face copies (``--save_hf_ckpt``), which are all kept: people evaluate them after the run.
     """
 
     def __init__(self, cfg: PPOConfig, system: PPOSystem) -> None:

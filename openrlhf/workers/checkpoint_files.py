@@ -170,7 +170,7 @@ def checkpoint_tags(root: str | Path) -> list[str]:
 
 
 def rotate_checkpoints(root: str | Path, max_num: int, max_mem_gib: float) -> list[str]:
-    """Remove the oldest checkpoints beyond a number or a total size, and their ``_hf`` copies beside them.
+    """Remove the oldest checkpoints beyond a number or a total size, and their ``_hf`` copies in the same folder.
 
     The newest checkpoint, those whose tag begins with ``best_``, and those of other runs than the newest's are never
     removed. Called after a write, so a complete checkpoint exists at every moment.
@@ -185,7 +185,7 @@ def rotate_checkpoints(root: str | Path, max_num: int, max_mem_gib: float) -> li
     removed: list[str] = []
 
     def too_much() -> bool:
-        sizes = sum(folder_bytes(root / t) for t in regular) if max_mem_gib < 1e7 else 0
+        sizes = sum(folder_bytes(root / f"{t}{e}") for t in regular for e in ("", "_hf")) if max_mem_gib < 1e7 else 0
         return len(regular) > max(1, max_num) or sizes > max_mem_gib * (1 << 30)
 
     while len(regular) > 1 and too_much():

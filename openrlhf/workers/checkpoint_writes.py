@@ -37,8 +37,9 @@ def write_problem(error: Exception, folder: str | Path) -> str:
             "choose another (--ckpt_path, --save_path)"
         )
     return (
-        f"{told}; {free:.2f} GiB are free there. If that is too little, make room, or "
-        "choose another disk (--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem)"
+        f"{told}; {free:.2f} GiB are free there. If that is too little, make room, or choose another disk "
+        "(--ckpt_path, --save_path) or fewer checkpoints (--max_ckpt_num, --max_ckpt_mem; PPO keeps all "
+        "copies of --save_hf_ckpt)"
     )
 
 

@@ -91,6 +91,8 @@ class Saves(Policy):
             finish_checkpoint(folder, tag, {})
             if keep is not None:
                 rotate_checkpoints(folder, keep, limit)
+        if method == "save_hf":
+            Path(args[0]).mkdir()
         if method == "load_checkpoint":
             self.loaded.append(args[1])
             return [{"global_step": int(args[1][len("global_step") :])}]
@@ -124,6 +126,20 @@ def test_a_run_killed_between_critic_and_actor_resumes_from_what_both_have(tmp_p
     (root / "_critic" / "latest").write_text("global_step60")
     with pytest.raises(CheckpointError, match="global_step6 of the actor, but global_step60 of the critic"):
         checkpoints.load()
+
+
+def test_all_hugging_face_copies_are_kept(tmp_path: Path) -> None:
+    cfg = config(tmp_path, max_ckpt_num=1, save_hf_ckpt=True)
+    system = PPOTrainer(*trainer_arguments(cfg, Pool(), Saves(), rows(("q", "")))).system
+    checkpoints = PPOCheckpoints(cfg, system)
+    root = Path(cfg.ckpt_path)
+    root.mkdir(parents=True, exist_ok=True)
+    for step in (1, 2):
+        checkpoints.save(step, {})
+        checkpoints.save_best(step, {})
+    tags = [f"{best}global_step{step}" for best in ("", "best_") for step in (1, 2)]
+    assert {path.name for path in root.glob("*_hf")} == {f"{tag}_hf" for tag in tags}
+    assert set(checkpoint_tags(root / "_actor")) == {"global_step2", "best_global_step2"}
 
 
 def test_another_metric_is_not_compared_with_the_old_one(tmp_path: Path) -> None:

@@ -54,7 +54,10 @@ def test_rotation_by_number(tmp_path: Path) -> None:
 def test_rotation_by_size_keeps_at_least_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write(tmp_path, f"global_step{step}", size=1 << 20)
-    assert files.rotate_checkpoints(tmp_path, 10, 2.5 / 1024) == ["global_step1"]
+    (tmp_path / "global_step3_hf").mkdir()
+    assert files.rotate_checkpoints(tmp_path, 10, 3.5 / 1024) == []
+    (tmp_path / "global_step3_hf" / "model.safetensors").write_bytes(b"x" * (1 << 20))
+    assert files.rotate_checkpoints(tmp_path, 10, 3.5 / 1024) == ["global_step1"]
     assert files.rotate_checkpoints(tmp_path, 10, 0.0) == ["global_step2"]
     assert files.checkpoint_tags(tmp_path) == ["global_step3"]
 
