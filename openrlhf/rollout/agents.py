@@ -94,8 +94,15 @@ class AgentInstanceBase(ABC):
 
 
 @dataclass
-class _Episode:
-    """What a multi-turn episode has gathered so far."""
+class Episode:
+    """What an episode has gathered so far: one row of ids that grows turn by turn.
+
+    Attributes:
+        ids: tokens of the prompt and all turns.
+        text: what they say.
+        logprobs: 0 where the policy did not sample; None where nobody asked for them, or the engine gave none.
+        ranges: start and end of each turn among the ids.
+    """
 
     ids: list[int]
     text: str
@@ -123,9 +130,22 @@ class _Episode:
         }
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
+        """Add tokens; without their log-probs, such as the policy did not sample."""
         self.ids.extend(ids)
         if self.logprobs is not None:
             self.logprobs.extend([0.0] * len(ids) if logprobs is None else logprobs)
+
+    def take_turn(self, output: Any) -> None:
+        """Add what the policy sampled, as the engine gave it."""
+        start = len(self.ids)
+        logprobs = None
+        if self.logprobs is not None and output.logprobs is not None:
+            logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+        elif self.logprobs is not None:
+            self.logprobs = None  # the engine gives none; its records decide whether that is an error
+        self.append(output.token_ids, logprobs)
+        self.ranges.append((start, len(self.ids)))
+        self.truncated = output.finish_reason == "length"
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
@@ -167,7 +187,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         agent = await self._new_instance()
         text = await self._first_observation(agent, prompt, label, where)
         ids, placed = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        episode = _Episode(ids, text, [0.0] * len(ids) if sampling_params.logprobs is not None else None, images=placed)
+        episode = Episode(ids, text, [0.0] * len(ids) if sampling_params.logprobs is not None else None, images=placed)
         sampling_params.max_tokens = None
         done = False
         while not done:
@@ -245,7 +265,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         """Plays one episode; see AgentExecutorBase.execute."""
         ids, placed = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
-        episode = _Episode(list(ids), prompt, logprobs, images=placed)
+        episode = Episode(list(ids), prompt, logprobs, images=placed)
         await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
         output = episode.output(prompt, label)
         if self._rewards is None:
@@ -280,7 +300,7 @@ def _first_ids(
     return ids, placed
 
 
-async def _new_images(value: Any, episode: _Episode, llm_engine: Any, where: str) -> list[bytes]:
+async def _new_images(value: Any, episode: Episode, llm_engine: Any, where: str) -> list[bytes]:
     """Contents of the images that an environment shows."""
     if value is None or (isinstance(value, (list, tuple)) and not value):
         return []
@@ -293,7 +313,7 @@ async def _new_images(value: Any, episode: _Episode, llm_engine: Any, where: str
 
 
 def _append_feedback(
-    episode: _Episode,
+    episode: Episode,
     feedback: str,
     images: Sequence[bytes],
     max_length: int,
@@ -316,21 +336,13 @@ def _append_feedback(
     episode.append(ids[: end - len(episode.ids)])
 
 
-async def _sample_turn(episode: _Episode, room: int, sampling_params: Any, llm_engine: Any) -> str:
+async def _sample_turn(episode: Episode, room: int, sampling_params: Any, llm_engine: Any) -> str:
     """Samples one turn into the episode and returns its text."""
     params = copy.deepcopy(sampling_params)
     params.max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
     data = {"multi_modal_data": {"image": list(episode.images)}} if episode.images else {}
     output = (await llm_engine.generate(list(episode.ids), params, **data)).outputs[0]
-    start = len(episode.ids)
-    logprobs = None
-    if episode.logprobs is not None and output.logprobs is not None:
-        logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-    elif episode.logprobs is not None:
-        episode.logprobs = None  # the engine gives none; its records decide whether that is an error
-    episode.append(output.token_ids, logprobs)
-    episode.ranges.append((start, len(episode.ids)))
-    episode.truncated = output.finish_reason == "length"
+    episode.take_turn(output)
     return output.text
 
 
@@ -350,7 +362,7 @@ def _checked_step(result: Any, where: str) -> Mapping[str, Any]:
     return result
 
 
-def _take_step(episode: _Episode, result: Mapping[str, Any], action_text: str, feedback: str, where: str) -> bool:
+def _take_step(episode: Episode, result: Mapping[str, Any], action_text: str, feedback: str, where: str) -> bool:
     """Adds the environment's rewards and text to the episode; returns whether the episode is over."""
     reward = finite_number(result["rewards"])
     if reward is None:

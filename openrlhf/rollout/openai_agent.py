@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from openrlhf.rollout.agents import AgentExecutorBase
+from openrlhf.rollout.agents import AgentExecutorBase, Episode
 from openrlhf.rollout.errors import AgentError, EngineError
 from openrlhf.rollout.openai_wire import Refused, ToolReply, chat_message, plain_messages, reply_body, stream_lines
 from openrlhf.utils.continued import continued_ids
@@ -30,14 +30,9 @@ _TextOf = Callable[[Mapping[str, Any], "_Session"], str]
 
 
 @dataclass
-class _Conversation:
-    """One row of ids that grows turn by turn."""
+class _Conversation(Episode):
+    """One of the rows of ids of a session."""
 
-    text: str
-    ids: list[int]
-    logprobs: list[float]
-    ranges: list[tuple[int, int]] = field(default_factory=list)
-    truncated: bool = False
     busy: bool = False
 
 
@@ -72,20 +67,13 @@ class _Session:
             output = (await self.engine.generate([*conversation.ids, *new], params)).outputs[0]
         finally:
             conversation.busy = False
-        ids = output.token_ids
-        conversation.ids.extend([*new, *ids])
-        conversation.logprobs.extend([0.0] * len(new))
-        if output.logprobs is not None:
-            conversation.logprobs.extend(
-                entry[token].logprob for token, entry in zip(ids, output.logprobs, strict=True)
-            )
         if not conversation.ranges:
             self.conversations.append(conversation)
-        conversation.ranges.append((start, len(conversation.ids)))
+        conversation.append(new)
+        conversation.take_turn(output)
         conversation.text = text + self.tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            output.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        conversation.truncated = output.finish_reason == "length"
         self.last = conversation
         return output, start
 
@@ -93,7 +81,7 @@ class _Session:
         """The conversation that `text` continues, a new one if there is none, and the ids that come new."""
         fitting = [c for c in self.conversations if c.ranges and not c.busy and text.startswith(c.text)]
         if not fitting:
-            return _Conversation("", [], []), list(self.tokenizer.encode(text, add_special_tokens=False))
+            return _Conversation([], "", []), list(self.tokenizer.encode(text, add_special_tokens=False))
         conversation = max(fitting, key=lambda c: len(c.text))
         return conversation, continued_ids(self.tokenizer, text[len(conversation.text) :])
 
@@ -153,18 +141,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             )
         result: dict[str, Any] = dict(verdict) if isinstance(verdict, Mapping) else {"reward": verdict}
         logs = {**(result.get("extra_logs") or {}), "conversations": len(session.conversations)}
-        with_logprobs = len(row.logprobs) == len(row.ids)
-        return {
-            "prompt": prompt,
-            "label": label,
-            "reward": result.get("reward"),
-            "scores": result.get("scores"),
-            "observation_tokens": row.ids[: row.ranges[-1][1]],
-            "action_ranges": row.ranges,
-            "rollout_log_probs": row.logprobs[: row.ranges[-1][1]] if with_logprobs else None,
-            "truncated": row.truncated,
-            "extra_logs": logs,
-        }
+        verdicts = {"reward": result.get("reward"), "scores": result.get("scores"), "extra_logs": logs}
+        return {**row.output(prompt, label), **verdicts}
 
     async def close(self) -> None:
         """Stops the server."""

@@ -99,7 +99,7 @@ async def two_turns(client: openai.AsyncOpenAI, prompt: str, label: Any) -> Any:
 def test_what_is_new_goes_on_without_a_blank(monkeypatch: pytest.MonkeyPatch) -> None:
     mark_beginnings(monkeypatch)
     start = TOK.encode("User: a")
-    known = _Conversation("User: a", start, [0.0] * len(start), [(0, 1)])
+    known = _Conversation(start, "User: a", [0.0] * len(start), [(0, 1)])
     session = _Session(None, 99, TOK, None, [known])
     assert session._continued("User: abb") == (known, TOK.encode("bb")[1:])
     assert session._continued("other")[1] == TOK.encode("other")
