@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -149,11 +149,6 @@ class EngineCall:
     images: tuple[PlacedImage, ...] = ()
 
 
-def image_argument(images: Sequence[PlacedImage]) -> dict[str, Any]:
-    """The argument of an engine's `generate` where there are images: engines without them need not know it."""
-    return {"images": tuple(images)} if images else {}
-
-
 class AgentEngine:
     """The `llm_engine` of one episode. It records every call, so that sampled ids, log-probabilities and
     weight versions need not pass through the agent's hands.
@@ -272,14 +267,10 @@ class AgentEngine:
         self, prompt: list[int], sampling: SamplingParams, images: Sequence[PlacedImage]
     ) -> GenerationResult:
         try:
-            result = await self._engine.generate(prompt, sampling, **image_argument(images))
-            check_result(result, sampling, self.name)
+            result = await generate_checked(self._engine, prompt, sampling, images, self.name)
         except EngineError as error:
             self.engine_error = error
             raise
-        except Exception as error:
-            self.engine_error = EngineError(f"{self.name}: the generation engine failed: {describe_exception(error)}")
-            raise self.engine_error from error
         self.engine_error = None
         return result
 
@@ -314,24 +305,41 @@ def completion_text(
     return text
 
 
-def check_result(result: GenerationResult, sampling: SamplingParams, name: str) -> None:
-    """Checks that an engine kept its contract.
+async def generate_checked(
+    engine: GenerationEngine, prompt: list[int], sampling: SamplingParams, images: Sequence[PlacedImage], name: str
+) -> GenerationResult:
+    """Samples a continuation, by an engine that keeps its contract.
+
+    Args:
+        images: engines that know none need not take any.
+        name: the sample, for messages.
 
     Raises:
         EngineError: the request failed, no tokens came, log-probabilities are missing, or lengths differ.
     """
+    try:
+        result = await engine.generate(prompt, sampling, **({"images": tuple(images)} if images else {}))
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"{name}: the generation engine failed: {describe_exception(error)}") from error
+    problem = next(_broken_contracts(result, sampling), None)
+    if problem is not None:
+        raise EngineError(f"{name}: the engine {problem}")
+    return result
+
+
+def _broken_contracts(result: GenerationResult, sampling: SamplingParams) -> Iterator[str]:
     count = len(result.token_ids)
     if result.finish_reason not in FINISH_REASONS:
-        raise EngineError(f"{name}: the engine ended with finish_reason {result.finish_reason!r}")
+        yield f"ended with finish_reason {result.finish_reason!r}"
     if count == 0:
-        raise EngineError(f"{name}: the engine returned no tokens (finish_reason {result.finish_reason!r})")
+        yield f"returned no tokens (finish_reason {result.finish_reason!r})"
     if sampling.logprobs and result.logprobs is None:
-        raise EngineError(f"{name}: log-probabilities were asked for, but the engine returned none")
+        yield "returned no log-probabilities, which were asked for"
     if result.logprobs is not None and len(result.logprobs) != count:
-        raise EngineError(f"{name}: the engine returned {len(result.logprobs)} log-probabilities for {count} tokens")
+        yield f"returned {len(result.logprobs)} log-probabilities for {count} tokens"
     if not isinstance(result.weight_version, int) and len(result.weight_version) != count:
-        raise EngineError(
-            f"{name}: the engine returned {len(result.weight_version)} weight versions for {count} tokens"
-        )
+        yield f"returned {len(result.weight_version)} weight versions for {count} tokens"
     if sampling.max_tokens is not None and count > sampling.max_tokens:
-        raise EngineError(f"{name}: the engine returned {count} tokens, max_tokens was {sampling.max_tokens}")
+        yield f"returned {count} tokens, max_tokens was {sampling.max_tokens}"

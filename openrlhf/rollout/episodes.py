@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, check_result, image_argument
+from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, generate_checked
 from openrlhf.rollout.agent_output import trajectory_from_agent_output
 from openrlhf.rollout.errors import (
     AgentError,
-    EngineError,
     EpisodeTimeout,
     RolloutError,
     describe_exception,
@@ -274,13 +273,7 @@ async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationE
     limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
     sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
     started = time.monotonic()
-    try:
-        result = await engine.generate(prompt, sampling, **image_argument(item.placed))
-    except RolloutError:
-        raise
-    except Exception as error:
-        raise EngineError(f"{name}: the generation engine failed: {describe_exception(error)}") from error
-    check_result(result, sampling, name)
+    result = await generate_checked(engine, prompt, sampling, item.placed, name)
     response = np.asarray(result.token_ids, dtype=np.int32)
     end = response_end(response.tolist(), result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
     text = reward_text(spec.tokenizer, prompt, response[: end.length].tolist(), eos_ids=spec.eos_ids)

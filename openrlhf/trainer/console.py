@@ -12,10 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 
 class Console:
-    """Prints to stdout; live lines only on a terminal, so that log files stay readable."""
+    """Prints to stdout (nothing if `quiet`); live lines only on a terminal, so that log files stay readable."""
 
-    def __init__(self) -> None:
-        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
+    def __init__(self, quiet: bool = False) -> None:
+        self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
+        self._live = self._rich.is_terminal and not quiet
         self.seconds: dict[str, float] = {}
         """Seconds by phase since :meth:`new_step`."""
 
@@ -36,7 +37,9 @@ class Console:
         columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
         if total is not None:
             columns[2:2] = [BarColumn(), MofNCompleteColumn()]
-        progress = Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal)
+        progress = Progress(
+            *columns, console=self._rich, transient=True, disable=self._rich.quiet or not self._rich.is_terminal
+        )
         task = progress.add_task(name, total=total)
         started = time.monotonic()
         try:

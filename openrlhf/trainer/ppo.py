@@ -50,7 +50,7 @@ from openrlhf.trainer.prompt_stream import PromptStream
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
-from openrlhf.trainer.weight_check import WeightCheck
+from openrlhf.trainer.weight_check import check_weights
 from openrlhf.workers.checkpoint_files import nothing_to_resume
 from openrlhf.workers.messages import CUTS
 
@@ -98,7 +98,7 @@ class PPOTrainer:
         self.dump = dump
         self.evaluator = Evaluator(cfg, system.engines, eval_rows, console, dump)
         self.checkpoints = PPOCheckpoints(cfg, system)
-        self.weight_check = WeightCheck(cfg, system.engines, probe)
+        self.probe = probe
         self.total_rollouts = derive(cfg, len(rows)).num_rollouts
         self.global_step = 0
         self._filter: GroupJudge | None = None
@@ -179,9 +179,9 @@ class PPOTrainer:
         """Give the engines the actor's weights, and make sure that they have them; metrics of both."""
         with self.console.phase("weight sync"):
             with self._weights_may_change():
-                sync = self.system.sync_weights(self.weight_check.probe, self.global_step)
+                sync = self.system.sync_weights(self.probe, self.global_step)
             timings = {f"timing/sync_{part}": seconds for part, seconds in sync.timings.items()}
-            return {**timings, **self.weight_check.run(sync)}
+            return {**timings, **check_weights(self.cfg, self.system.engines, self.probe, sync)}
 
     def _weights_may_change(self) -> AbstractContextManager[None]:
         """Around a transfer of weights; here nothing is generated meanwhile."""

@@ -170,7 +170,7 @@ class SupervisedTrainer(ABC):
         self.steps = steps
         self.order = ResumableOrder(num_rows, cfg.seed)
         self.checkpoints = Checkpoints(cfg, engine, tokenizer, self.order)
-        self.console = Console() if world.is_first else None
+        self.console = Console(quiet=not world.is_first)
         self.logger: MetricsLogger | None = None
         self._window = MetricSum()
 
@@ -210,20 +210,16 @@ class SupervisedTrainer(ABC):
             if self.logger is not None:
                 self.logger.close()
         self.checkpoints.save_final(self.hf_config())
-        if self.console is not None:
-            self.console.say(f"done: the model is in {self.cfg.save_path}")
+        self.console.say(f"done: the model is in {self.cfg.save_path}")
 
     def _step(self, step: int) -> None:
         epoch = self.order.epoch
-        if self.console is not None:
-            self.console.new_step()
-            with self.console.phase("train"):
-                metrics = self._train(step)
-            if step % max(1, self.cfg.logging_steps) == 0 or step == self.steps:
-                shown = {name: metrics[name] for name in self.headline if name in metrics}
-                self.console.step_line(step, self.steps, shown)
-        else:
-            self._train(step)
+        self.console.new_step()
+        with self.console.phase("train"):
+            metrics = self._train(step)
+        if step % max(1, self.cfg.logging_steps) == 0 or step == self.steps:
+            shown = {name: metrics[name] for name in self.headline if name in metrics}
+            self.console.step_line(step, self.steps, shown)
         if self.has_eval and self._evaluates(step, epoch):
             self._evaluate(step)
         if self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0:
@@ -264,5 +260,4 @@ class SupervisedTrainer(ABC):
         metrics = self.evaluate()
         if self.logger is not None:
             self.logger.log("eval", step, metrics)
-        if self.console is not None:
-            self.console.say("eval  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+        self.console.say("eval  " + "  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

@@ -20,43 +20,33 @@ class WeightMismatchError(ExplainedError, RuntimeError):
     """An engine does not hold the trainer's weights."""
 
 
-class WeightCheck:
-    """Compares log-probs of a probe text.
+def check_weights(cfg: PPOConfig, engines: EnginePool, probe: Sequence[int], sync: WeightSync) -> dict[str, float]:
+    """The metrics ``sync/logprob_diff_max`` and ``sync/logprob_diff_mean`` over all engines, and those of
+    :func:`check_tensors`.
 
     Args:
         cfg: for ``param_dtype``: in fp32 a difference beyond :data:`FP32_TOLERANCE` stops the run; in 16-bit
             formats it is only reported, because there kernels alone make log-probs differ.
-        engines: awake when :meth:`run` is called.
-        probe: token ids of the text.
+        engines: they are awake.
+        probe: token ids of the text that both score.
+        sync: what the trainer says of it, and of its tensors.
+
+    Raises:
+        WeightMismatchError: see the class.
     """
-
-    def __init__(self, cfg: PPOConfig, engines: EnginePool, probe: Sequence[int]) -> None:
-        self._strict = cfg.param_dtype == "fp32"
-        self._engines = engines
-        self.probe = list(probe)
-
-    def run(self, sync: WeightSync) -> dict[str, float]:
-        """The metrics ``sync/logprob_diff_max`` and ``sync/logprob_diff_mean`` over all engines, and those of
-        :func:`check_tensors`.
-
-        Raises:
-            WeightMismatchError: see the class.
-        """
-        compared = check_tensors(sync.comparisons) if sync.comparisons is not None else {}
-        return {**compared, **self._check_logprobs(sync.trainer_logprobs)}
-
-    def _check_logprobs(self, trainer: np.ndarray) -> dict[str, float]:
-        engines = self._engines.prompt_logprobs(self.probe)
-        differences = np.abs(np.asarray(engines, dtype=np.float64) - trainer)
-        worst = float(differences.max())
-        if self._strict and not worst <= FP32_TOLERANCE:
-            engine = int(differences.max(axis=1).argmax())
-            raise WeightMismatchError(
-                f"after the weight sync, engine {engine} gives a log-prob that differs by {worst:.3g} from the "
-                f"trainer's (at most {FP32_TOLERANCE:g} in fp32): it does not hold the trainer's weights"
-            )
-        # The first token has no log-prob.
-        return {"sync/logprob_diff_max": worst, "sync/logprob_diff_mean": float(differences[:, 1:].mean())}
+    compared = check_tensors(sync.comparisons) if sync.comparisons is not None else {}
+    found = np.asarray(engines.prompt_logprobs(list(probe)), dtype=np.float64)
+    differences = np.abs(found - sync.trainer_logprobs)
+    worst = float(differences.max())
+    if cfg.param_dtype == "fp32" and not worst <= FP32_TOLERANCE:
+        engine = int(differences.max(axis=1).argmax())
+        raise WeightMismatchError(
+            f"after the weight sync, engine {engine} gives a log-prob that differs by {worst:.3g} from the "
+            f"trainer's (at most {FP32_TOLERANCE:g} in fp32): it does not hold the trainer's weights"
+        )
+    # The first token has no log-prob.
+    mean = float(differences[:, 1:].mean())
+    return {**compared, "sync/logprob_diff_max": worst, "sync/logprob_diff_mean": mean}
 
 
 def check_tensors(comparisons: Sequence[Sequence[Comparison]]) -> dict[str, float]:

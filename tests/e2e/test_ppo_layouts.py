@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from openrlhf.trainer.ppo import probe_ids
 from openrlhf.trainer.prompt_stream import PromptStream
 from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem, WeightSync, start_system
-from openrlhf.trainer.weight_check import WeightCheck, WeightMismatchError, check_tensors
+from openrlhf.trainer.weight_check import WeightMismatchError, check_tensors, check_weights
 from openrlhf.utils.tiny_model import make_tiny_model
 from openrlhf.workers.model_worker import form_groups, start_group
 
@@ -214,23 +215,23 @@ def test_ranks_and_zero_stages_give_the_same_losses_and_syncs_bring_them_to_both
     ends = [group.call("probe", stack.probe)[0] for group in (stack.system.actor, stack.sharded)]
     assert np.abs(ends[0] - ends[1]).max() <= 1e-5
 
-    check = WeightCheck(stack.cfg, stack.engines, stack.probe)
+    check = partial(check_weights, stack.cfg, stack.engines, stack.probe)
     with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
-        check.run(WeightSync({}, stack.system.actor.call("probe", stack.probe)[0], None))  # the sync is left out
+        check(WeightSync({}, stack.system.actor.call("probe", stack.probe)[0], None))  # the sync is left out
     with pytest.raises(WeightMismatchError, match=r"(?s)engine 0 \(worker 0\).*qkv_proj.weight \(packed\)"):
         check_tensors(stack.system.compare_weights())
     sync = stack.system.sync_weights(stack.probe, 1)
     assert sync.timings["transfer"] < 60
-    assert check.run(sync)["sync/logprob_diff_max"] <= 1e-5
+    assert check(sync)["sync/logprob_diff_max"] <= 1e-5
 
     # ZeRO-3 with two ranks sends the same weights.
     _train(_experience(stack, stack.sharded, stack.sharded_cfg), stack.sharded, stack.sharded_cfg)
     stack.sharded.call("connect_engines", stack.engines.group, "gloo", 1, stack.engines.group.timeout)
     with pytest.raises(WeightMismatchError):
-        check.run(WeightSync({}, stack.sharded.call("probe", stack.probe)[0], None))
+        check(WeightSync({}, stack.sharded.call("probe", stack.probe)[0], None))
     sharded = replace(stack.system, actor=stack.sharded, cfg=replace(stack.cfg, check_weight_sync=True))
     for _ in range(2):
-        figures = check.run(sharded.sync_weights(stack.probe, 1))
+        figures = check(sharded.sync_weights(stack.probe, 1))
         assert figures["sync/logprob_diff_max"] <= 1e-5
         assert figures["sync/differing_elements"] == 0 and figures["sync/compared_tensors"] > 20
 

@@ -203,7 +203,7 @@ def test_the_response_never_passes_max_length() -> None:
         (RuntimeError("out of memory"), "generation engine failed: RuntimeError: out of memory"),
         (GenerationResult([], None, "abort"), "returned no tokens"),
         (GenerationResult([14], [0.0], "error"), "ended with finish_reason 'error'"),
-        (GenerationResult([14], None, "stop"), "log-probabilities were asked for"),
+        (GenerationResult([14], None, "stop"), "no log-probabilities, which were asked for"),
         (GenerationResult([14], [0.0, 0.0], "stop"), "2 log-probabilities for 1 tokens"),
         (GenerationResult([14], [0.0], "stop", [1, 2]), "2 weight versions for 1 tokens"),
         (GenerationResult([14] * 5, [0.0] * 5, "stop"), "5 tokens, max_tokens was 4"),
