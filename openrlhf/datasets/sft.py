@@ -33,7 +33,7 @@ _SAMPLE = 4096
 EMPTY_PROMPT = "empty prompt"
 EMPTY_RESPONSE = "empty response"
 TOO_LONG = "prompt with its template takes all of --max_len"
-_FEATURES = Features(
+FEATURES = Features(
     {
         "token_ids": SequenceFeature(Value("int32")),
         "loss_mask": SequenceFeature(Value("bool")),
@@ -204,7 +204,7 @@ def build_sft_dataset(
         return vars(tokenize_sft_row(row, index, style, tokenizer, source))
 
     table, dropped = tokenize_rows(
-        rows, tokenize, _FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source
+        rows, tokenize, FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source
     )
     return SFTDataset(table, dropped)
 

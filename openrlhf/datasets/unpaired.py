@@ -6,24 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, Features, Value
-from datasets import Sequence as SequenceFeature
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import KTOConfig
-from openrlhf.datasets.sft import SFTDataset, SFTFormat, tokenize_sft_row
+from openrlhf.datasets.sft import FEATURES, SFTDataset, SFTFormat, tokenize_sft_row
 from openrlhf.datasets.sources import DataError, require_columns
 from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
-_FEATURES = Features(
-    {
-        "token_ids": SequenceFeature(Value("int32")),
-        "loss_mask": SequenceFeature(Value("bool")),
-        "length": Value("int64"),
-        "answer_length": Value("int64"),
-        "label": Value("bool"),
-        "dropped": Value("string"),
-    }
-)
+_FEATURES = Features({**FEATURES, "length": Value("int64"), "answer_length": Value("int64"), "label": Value("bool")})
 _LABEL_TEXTS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
 
@@ -71,20 +61,12 @@ def build_unpaired_dataset(
     layout = style.layout
     keys = {"input_key": layout.input_key, "output_key": layout.output_key, "label_key": style.label_key}
     require_columns(rows, keys, source)
-    if layout.output_key is None and not layout.apply_chat_template:
-        raise DataError(f"{source}: give --output_key, the column with the answer, or --apply_chat_template")
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
         done = tokenize_sft_row(row, index, layout, tokenizer, source)
         label = _label(row[style.label_key], f"{source}, row {index}", style.label_key)
-        return {
-            "token_ids": done.token_ids,
-            "loss_mask": done.loss_mask,
-            "length": len(done.token_ids),
-            "answer_length": sum(done.loss_mask),
-            "label": label,
-            "dropped": done.dropped,
-        }
+        lengths = {"length": len(done.token_ids), "answer_length": sum(done.loss_mask)}
+        return {**vars(done), **lengths, "label": label}
 
     table, dropped = tokenize_rows(
         rows, tokenize, _FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +13,9 @@ from openrlhf.config import PPOConfig
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.agents import AgentExecutorBase
-from openrlhf.rollout.episodes import EpisodeSpec, run_group
+from openrlhf.rollout.episodes import EpisodeSpec, GroupFilter, run_group
 from openrlhf.rollout.group import Group, PromptItem
-from openrlhf.rollout.hooks import GenerateFunction, GroupFilter, SampleReward, load_hook
+from openrlhf.rollout.hooks import GenerateFunction, SampleReward, judge_group, load_hook
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.protocol import GenerationEngine, SamplingParams
@@ -83,7 +84,7 @@ def group_filter_of(cfg: PPOConfig) -> GroupFilter | None:
         HookError: it can't be loaded or called.
     """
     path = cfg.dynamic_sampling_filter_path
-    return GroupFilter(load_hook("dynamic_sampling_filter_path", path), cfg) if path else None
+    return partial(judge_group, load_hook("dynamic_sampling_filter_path", path), cfg) if path else None
 
 
 class GroupRunner:

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
 from openrlhf.rollout.rewards.base import RewardRequest
 from openrlhf.rollout.rewards.client import NoReward, RewardClient
-from openrlhf.rollout.sample import Sample
+from openrlhf.rollout.sample import DynamicFilterOutput, Sample
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.rollout.text import ResponseEnd, continuation_text, end_of_sequence_ids, response_end, reward_text
 from openrlhf.rollout.trajectory import Trajectory
@@ -39,9 +39,10 @@ from openrlhf.utils.images import ImageError, decode_image
 
 if TYPE_CHECKING:
     from openrlhf.rollout.agents import AgentExecutorBase
-    from openrlhf.rollout.hooks import GroupFilter
 
 logger = logging.getLogger(__name__)
+
+GroupFilter = Callable[[Sequence[Trajectory]], Awaitable[DynamicFilterOutput]]
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ async def _judged(group: Group, group_filter: GroupFilter) -> Group:
     if not group.trajectories:
         return group
     try:
-        return replace(group, verdict=await group_filter.judge(group.trajectories))
+        return replace(group, verdict=await group_filter(group.trajectories))
     except RolloutError as error:
         message = f"prompt {group.item.prompt_id}: {error}"
         logger.warning("group lost: %s", message)
@@ -366,13 +367,11 @@ async def _agent_episode(
             )
             for part in (parts[-1:] if item.evaluation else parts)
         ]
-    except RolloutError:
-        if agent_engine.engine_error is not None:
-            raise agent_engine.engine_error from None
-        raise
     except Exception as error:
         if agent_engine.engine_error is not None:
             raise agent_engine.engine_error from error
+        if isinstance(error, RolloutError):
+            raise
         place = user_location(error, _source_file(executor))
         raise AgentError(f"{name}: {_title(executor)} raised {describe_exception(error)} at {place}") from error
     seconds = time.monotonic() - started

@@ -56,6 +56,9 @@ GENERATE_KEYWORDS = ("evaluation", "llm_engine", "hf_tokenizer", "max_length", "
 """What a generate function gets besides, if it names it."""
 
 
+_FILTER_SECONDS = 600.0
+
+
 class HookError(RolloutError):
     """A hook can't be found, or can't be called as it has to be; the message has the signature wanted."""
 
@@ -236,44 +239,33 @@ def _sample(request: RewardRequest) -> Sample:
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-class GroupFilter:
-    """Asks ``keep(args, samples)`` about a finished group.
+async def judge_group(function: Hook, args: Any, trajectories: Sequence[Trajectory]) -> DynamicFilterOutput:
+    """What ``keep(args, samples)`` says about a finished group.
 
     Args:
         function: the hook.
         args: configuration of the run.
-        timeout: seconds that it may take.
+
+    Raises:
+        HookError: it raised, took too long, or returned something else; names file and line.
     """
-
-    def __init__(self, function: Hook, args: Any, timeout: float = 600.0) -> None:
-        self._function = function
-        self._args = args
-        self._timeout = timeout
-
-    async def judge(self, trajectories: Sequence[Trajectory]) -> DynamicFilterOutput:
-        """What the function says.
-
-        Raises:
-            HookError: it raised, took too long, or returned something else; names file and line.
-        """
-        samples = [Sample.of(trajectory) for trajectory in trajectories]
-        reply = await _called(self._function, self._args, samples, seconds=self._timeout)
-        if isinstance(reply, bool | np.bool_):
-            return DynamicFilterOutput(bool(reply), None if reply else "not_kept")
-        if not hasattr(reply, "keep"):
-            raise HookError(
-                f"{name_of(self._function)} returned a {type(reply).__name__}; return a bool or a DynamicFilterOutput"
-            )
-        reason = None if reply.keep else str(getattr(reply, "reason", None) or "not_kept")
-        return DynamicFilterOutput(bool(reply.keep), reason, bool(getattr(reply, "keep_when_insufficient", False)))
+    reply = await _called(function, args, [Sample.of(trajectory) for trajectory in trajectories])
+    if isinstance(reply, bool | np.bool_):
+        return DynamicFilterOutput(bool(reply), None if reply else "not_kept")
+    if not hasattr(reply, "keep"):
+        raise HookError(
+            f"{name_of(function)} returned a {type(reply).__name__}; return a bool or a DynamicFilterOutput"
+        )
+    reason = None if reply.keep else str(getattr(reply, "reason", None) or "not_kept")
+    return DynamicFilterOutput(bool(reply.keep), reason, bool(getattr(reply, "keep_when_insufficient", False)))
 
 
-async def _called(function: Hook, *args: Any, seconds: float) -> Any:
+async def _called(function: Hook, *args: Any) -> Any:
     name = name_of(function)
     try:
-        return await call_user_code(function, *args, seconds=seconds)
+        return await call_user_code(function, *args, seconds=_FILTER_SECONDS)
     except DeadlinePassed as error:
-        raise HookError(f"{name} did not return within {seconds:g} s") from error
+        raise HookError(f"{name} did not return within {_FILTER_SECONDS:g} s") from error
     except Exception as error:
         place = user_location(error, source_of(function))
         raise HookError(f"{name} raised {describe_exception(error)} at {place}") from error
@@ -287,14 +279,12 @@ class BufferFilter:
     Args:
         path: value of ``--buffer_filter_path``.
         args: configuration of the run.
-        timeout: seconds that the function may take.
     """
 
-    def __init__(self, path: str, args: Any, timeout: float = 600.0) -> None:
+    def __init__(self, path: str, args: Any) -> None:
         self._select: Selection = SELECTIONS.get(path) or self._ask
         self._function = None if path in SELECTIONS else load_hook("buffer_filter_path", path)
         self._args = args
-        self._timeout = timeout
         self.failures = 0
         self.last_error = ""
 
@@ -311,5 +301,5 @@ class BufferFilter:
     def _ask(self, groups: Sequence[Group], count: int) -> list[int]:
         assert self._function is not None
         samples = [[Sample.of(trajectory) for trajectory in group.trajectories] for group in groups]
-        reply = asyncio.run(_called(self._function, self._args, samples, count, seconds=self._timeout))
+        reply = asyncio.run(_called(self._function, self._args, samples, count))
         return checked_selection(reply, len(groups), count, name_of(self._function))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import AgentError, NoLearnableGroups, RewardError
 from openrlhf.rollout.filters import CustomFilter, GroupCollector
 from openrlhf.rollout.group import EVAL_EPOCH, Group
-from openrlhf.rollout.hooks import BufferFilter, GenerateFunction, GroupFilter, HookError, SampleReward, load_hook
+from openrlhf.rollout.hooks import BufferFilter, GenerateFunction, HookError, SampleReward, judge_group, load_hook
 from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import RewardClient
@@ -59,7 +60,7 @@ def play(
         tokenizer=TOK,
         rewards=client,
         group_reward=group_rm,
-        group_filter=None if keep is None else GroupFilter(keep, args),
+        group_filter=None if keep is None else partial(judge_group, keep, args),
         executor=None if generate is None else GenerateFunction(generate, args),
         on_agent_failure="raise" if on_failure == "stop" else "drop",
     )
