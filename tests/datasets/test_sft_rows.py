@@ -338,6 +338,7 @@ class TestRowsOnDemand:
         taken_up = ResumableOrder(5, seed=0)
         taken_up.load_state_dict(order.state_dict())
         assert data.take(taken_up, 4) == data.take(order, 4)
+        assert taken_up.skipped == order.skipped
         assert "1 x " in caplog.text and "row" in caplog.text
 
     def test_usable_rows_are_estimated_from_a_sample(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,15 @@ def test_the_mean_is_of_scores_and_the_spread_of_rewards() -> None:
     assert judge([0.5, 1.5], low=0.0, high=1.0) == "mean_high"
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+def test_rewards_that_differ_by_rounding_are_equal(size: float) -> None:
+    """Relative to the largest reward, and to 1 where all are smaller."""
+    unit = max(1.0, size)
+    assert judge([0.5, 0.5], [-size, -size + 0.5e-9 * unit]) == "zero_spread"
+    assert judge([0.5, 0.5], [-size, -size + 2e-9 * unit]) is None
+    assert judge([0.5, 0.5, 0.5], [0.0, 0.0, size]) is None
+
+
 def run(
     scores: dict[int, list[Any]] | Any,
     *,
@@ -141,13 +150,31 @@ def test_surplus_good_groups_wait_in_the_buffer() -> None:
     assert len(buffer) == 0 and collected.tally.kept == 1
 
 
-def test_a_full_buffer_needs_no_prompts() -> None:
+@pytest.mark.parametrize("first_draw", [0, 12])
+def test_a_full_buffer_needs_no_prompts(first_draw: int) -> None:
     buffer = RolloutBuffer()
     for prompt_id in range(3):
         buffer.put(group(prompt_id, [0.0, 1.0]))
-    collected, drawn = run(thirds_are_good, data=100, target=2, buffer=buffer, start=50)
+    collected, drawn = run(thirds_are_good, data=100, target=2, buffer=buffer, start=50, first_draw=first_draw)
     assert (ids(collected.groups), drawn, collected.tally.seen) == ([0, 1], [], 0)
     assert "dynamic_filtering_pass_rate" not in collected.metrics()
+
+
+def test_only_the_first_draw_has_prompts_to_spare() -> None:
+    """Then one comes for each group that is still lacking; a first draw may be larger than the limit on draws."""
+    collected, drawn = run(thirds_are_good, data=100, target=4, first_draw=5, order=2)
+    assert ids(collected.groups) == [0, 3, 6, 9] and drawn == list(range(10))
+    collected, drawn = run(thirds_are_good, data=100, target=1, first_draw=5, max_rounds=1)
+    assert ids(collected.groups) == [0] and drawn == list(range(5))
+    buffer = filled(0)
+    collected, drawn = run(thirds_are_good, data=100, target=2, buffer=buffer, start=6, first_draw=4)
+    assert ids(collected.groups) == [0, 6] and drawn == [6, 7, 8]
+
+
+def test_prompts_come_in_the_order_in_which_they_were_drawn() -> None:
+    collector = GroupCollector(3, None, RolloutBuffer())
+    refill = PromptRefill(collector, lambda count: [group(i, [1.0]).item for i in range(count)])
+    assert [item.prompt_id for item in refill] == [0, 1, 2]
 
 
 def test_when_the_data_runs_out_what_was_kept_is_used() -> None:
@@ -216,7 +243,7 @@ def test_first_in_first_out() -> None:
 def test_freshest_first_and_own_selections() -> None:
     assert ids(filled(1, 3, 2, 3).take(3, freshest_first)) == [1, 3, 2]
     assert ids(filled(0, 0, 0).take(2, lambda groups, count: [2, 0])) == [2, 0]
-    for wrong in ([0], [0, 0], [0, 3]):
+    for wrong in ([0], [0, 0], [0, 3], [0, 1, 1]):
         buffer = filled(0, 0, 0)
         with pytest.raises(ValueError, match="needed are 2 different indices below 3"):
             buffer.take(2, lambda groups, count, wrong=wrong: wrong)
@@ -228,6 +255,11 @@ def test_stale_groups_are_removed_and_returned() -> None:
     assert ids(buffer.drop_stale(current_version=4, max_staleness=2)) == [0]
     assert ids(buffer.take(2)) == [1, 2]
     assert group_version(Group(group(0, []).item, ())) == -1
+
+
+def test_a_group_is_as_old_as_its_oldest_sample() -> None:
+    samples = [group(0, [1.0], version=version).trajectories[0] for version in (3, 1, 2)]
+    assert group_version(Group(group(0, []).item, tuple(samples))) == 1
 
 
 def test_a_group_is_in_the_buffer_once() -> None:

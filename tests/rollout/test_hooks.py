@@ -386,6 +386,7 @@ def test_buffer_filters() -> None:
     assert taken(f"{EXAMPLES}:hardest_first", waiting(0.9, 0.1, 0.5))[0] == [1, 2]
     assert taken("fifo", waiting(0.9, 0.1, 0.5))[0] == [0, 1]
     assert taken("priority", waiting(0, 0, 0, priorities=(None, 2, "1.5")))[0] == [1, 2]
+    assert taken("priority", waiting(0, 0, 0, priorities=(-1, None, 0.5)))[0] == [2, 1]
     collector = GroupCollector(2, None, waiting(0.9, 0.1, 0.5), select=BufferFilter(f"{EXAMPLES}:hardest_first", ARGS))
     assert [g.item.prompt_id for g in collector.finish().groups] == [1, 2]
 
