@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from openrlhf.rollout.sample import Sample, SampleStatus
 from openrlhf.rollout.trajectory import Trajectory
 
 
@@ -102,3 +103,62 @@ def test_records_with_other_keys_are_refused() -> None:
     data["surprise"] = data.pop("token_ids")
     with pytest.raises(ValueError, match=r"unknown keys \['surprise'\], missing keys \['token_ids'\]"):
         Trajectory.from_dict(data)
+    del data["surprise"]
+    with pytest.raises(ValueError, match=r"unknown keys \[\], missing keys \['token_ids'\]"):
+        Trajectory.from_dict(data)
+
+
+def test_records_may_lack_what_has_a_default() -> None:
+    needed = ("prompt_id", "group_id", "sample_index", "token_ids", "action_mask", "logprobs", "weight_version")
+    again = Trajectory.from_dict({name: values()[name] for name in needed})
+    assert again.token_ids.tolist() == [5, 6, 7, 8] and again.reward is None and again.metadata == {}
+
+
+# --- what hooks see of it
+
+
+def test_a_sample_has_everything_of_its_trajectory() -> None:
+    facts = {"label": "x", "prompt": "p", "response": "r", "datasource": {"a": 1}}
+    trajectory = Trajectory(**values(metadata=facts, weight_version=[-1, 4, -1, 2]))
+    sample = Sample.of(trajectory)
+    assert sample == Sample(
+        index=1,
+        group_index=9,
+        prompt_id=3,
+        prompt="p",
+        label="x",
+        metadata={"datasource": {"a": 1}},
+        tokens=[5, 6, 7, 8],
+        response="r",
+        response_length=3,
+        loss_mask=[1, 0, 1],
+        rollout_log_probs=[np.float32(x) for x in (-0.25, 0.0, -1.1)],
+        reward=0.5,
+        score=0.0,
+        status=SampleStatus.TRUNCATED,
+        extra_logs={"a": 1.0},
+        weight_versions=[2, 4],
+    )
+    sample.metadata["datasource"]["a"] = sample.extra_logs["a"] = 7  # a copy, free to change
+    assert facts["datasource"] == {"a": 1} and trajectory.extra_logs == {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reason", "truncated", "status"),
+    [
+        ("stop", False, SampleStatus.COMPLETED),
+        ("stop", True, SampleStatus.TRUNCATED),
+        ("abort", False, SampleStatus.ABORTED),
+    ],
+)
+def test_how_a_sample_ended(reason: str, truncated: bool, status: SampleStatus) -> None:
+    sample = Sample.of(Trajectory(**values(finish_reason=reason, truncated=truncated, logprobs=None)))
+    assert sample.status is status and sample.rollout_log_probs is None
+
+
+def test_ids_behind_a_response_that_has_no_mask_yet() -> None:
+    sample = Sample(tokens=[5, 6, 7], response_length=2)
+    sample.append([8], sampled=False)
+    sample.append([9, 3], sampled=True)
+    assert (sample.tokens, sample.response_length) == ([5, 6, 7, 8, 9, 3], 5)
+    assert sample.loss_mask == [1, 1, 0, 1, 1]
