@@ -14,8 +14,8 @@ from openrlhf.rollout.protocol import GenerationResult
 from openrlhf.rollout.trajectory import Trajectory
 
 
-def call(prompt: list[int], ids: list[int], reason: str = "stop", version: int = 0, logprobs: bool = True) -> EngineCall:
-    given = np.full(len(ids), -0.5, dtype=np.float32) if logprobs else None
+def call(prompt: list[int], ids: list[int], reason: str = "stop", version: int = 0, scored: bool = True) -> EngineCall:
+    given = np.full(len(ids), -0.5, dtype=np.float32) if scored else None
     return EngineCall(prompt, GenerationResult(ids, given, reason, version))
 
 
@@ -62,6 +62,6 @@ def test_ids_are_whole_numbers_from_0() -> None:
 def test_log_probs_come_from_the_call_or_are_asked_for() -> None:
     trajectory = checked([0, 1, 2], [(1, 3)], call([0], [1, 2]), want_logprobs=True)
     assert trajectory.logprobs is not None and trajectory.logprobs.tolist() == [0.0, -0.5, -0.5]
-    for own in (call([0], [1, 2], logprobs=False), call([0], [1, 3])):
+    for own in (call([0], [1, 2], scored=False), call([0], [1, 3])):
         with pytest.raises(AgentError, match="doesn't account for tokens 1 to 3"):
             checked([0, 1, 2], [(1, 3)], own, want_logprobs=True)

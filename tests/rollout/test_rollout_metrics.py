@@ -188,7 +188,7 @@ def test_the_majority_answer(votes: list[tuple[str, float]], reward: float) -> N
     assert majority_reward([sample(0, value, metadata={"response": text}) for text, value in votes]) == reward
 
 
-@pytest.mark.parametrize(("prompts", "n"), [({"a": 2, "b": 1}, 1), ({"a": 1}, 4), ({"default": 3}, 6)])
+@pytest.mark.parametrize(("prompts", "n"), [({"a": 2, "b": 1}, 1), ({"a": 1}, 4), ({"a": 2}, 2), ({"default": 3}, 6)])
 def test_the_names_of_metrics_are_known_before_there_are_samples(prompts: dict[str, int], n: int) -> None:
     owners = [name for name, count in prompts.items() for _ in range(count)]
     samples = [sample(g, 1.0, metadata={"datasource": name}) for g, name in enumerate(owners) for _ in range(n)]
