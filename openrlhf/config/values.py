@@ -121,22 +121,15 @@ def _to_bool(raw: Any) -> bool:
 
 
 def _to_int(raw: Any) -> int:
-    if isinstance(raw, bool):
-        raise ValueError(f"takes a whole number, not {_show(raw)}")
     try:
-        return int(raw) if not isinstance(raw, float) else _whole(raw)
-    except (ValueError, TypeError, OverflowError):
+        if isinstance(raw, str) and raw.strip().lstrip("+-").replace("_", "").isdigit():
+            return int(raw)
+        number = _to_float(raw)
+        if number == int(number):
+            return raw if isinstance(raw, int) else int(number)
+    except (ValueError, OverflowError):
         pass
-    try:
-        return _whole(float(raw))
-    except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"takes a whole number, not {_show(raw)}") from None
-
-
-def _whole(number: float) -> int:
-    if number != int(number):
-        raise ValueError("not whole")
-    return int(number)
+    raise ValueError(f"takes a whole number, not {_show(raw)}")
 
 
 def _to_float(raw: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,13 +75,12 @@ def _rows(cfg: RewardTestConfig) -> list[RewardRequest]:
     keys = {"input_key": cfg.input_key, "output_key": cfg.output_key, "label_key": cfg.label_key}
     require_columns(rows, keys, cfg.dataset)
     tokenizer = load_tokenizer(cfg.pretrain) if cfg.pretrain else None
-    as_text = _prompt_text(cfg, tokenizer)
     end = str(tokenizer.eos_token or "") if tokenizer else ""
     requests = []
     for index, row in enumerate(rows):
         where = f"{cfg.dataset}, row {index}"
         texts.require_values(row, [cfg.output_key or cfg.label_key], where)  # the response
-        prompt = as_text(row[cfg.input_key], where)
+        prompt = _prompt_text(cfg, tokenizer, row[cfg.input_key], where)
         label = row[cfg.label_key] if cfg.label_key else ""
         response = str(row[cfg.output_key] if cfg.output_key else label).removesuffix(end) + end
         metadata = {name: value for name, value in row.items() if name not in keys.values() and value is not None}
@@ -90,17 +89,11 @@ def _rows(cfg: RewardTestConfig) -> list[RewardRequest]:
     return requests
 
 
-def _prompt_text(cfg: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Any, str], str]:
+def _prompt_text(cfg: RewardTestConfig, tokenizer: PreTrainedTokenizerBase | None, value: Any, where: str) -> str:
     if cfg.apply_chat_template:
         assert tokenizer is not None
-        return lambda value, where: texts.prompt_text(tokenizer, value, where)
-
-    def plain(value: Any, where: str) -> str:
-        if not isinstance(value, str):
-            raise DataError(f"{where}: the prompt is a {type(value).__name__}; lists of messages need a chat template")
-        return texts.apply_template(cfg.input_template, value)
-
-    return plain
+        return texts.prompt_text(tokenizer, value, where)
+    return texts.apply_template(cfg.input_template, texts.plain_text(value, where, str(cfg.input_key)))
 
 
 def _dumped(cfg: RewardTestConfig) -> tuple[list[RewardRequest], list[float | None]]:

@@ -133,7 +133,7 @@ def test_null_is_no_response(capsys: pytest.CaptureFixture[str]) -> None:
         ("--remote_rm_url right.py --dataset rows.jsonl --label_key answer --input_key q", "no column for --input_key"),
         (
             "--remote_rm_url right.py --dataset rows.jsonl --label_key answer --input_key level",
-            "row 0: the prompt is a",
+            "row 0: column 'level' is a int, not a text",
         ),
         ("--remote_rm_url right.py --load_rollouts .", "has no samples in files rollout_step_"),
     ],
