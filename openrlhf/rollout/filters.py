@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -157,11 +157,12 @@ class GroupCollector:
     One more prompt is drawn for each dropped group, at once. The groups of a step are then those of the
     shortest run of prompts that holds enough good ones: they don't depend on the order of completion.
 
-    Use: draw `wants()` prompts and call `drew`; call `add` for each finished group; repeat until `complete`;
-    then `finish`.
+    Use: it iterates over the prompts to start; call `add` for each finished group; when there are no more prompts and
+    all groups are finished, `finish`.
 
     Args:
         target: groups that the step needs.
+        draw: gives so many prompts, or fewer where the data runs out.
         group_filter: None keeps every group that has samples.
         buffer: groups left over from earlier steps are used first, and surplus ones are put here.
         first_draw: prompts drawn to begin with, if more than needed.
@@ -172,6 +173,7 @@ class GroupCollector:
     def __init__(
         self,
         target: int,
+        draw: Callable[[int], Sequence[PromptItem]],
         group_filter: GroupJudge | None,
         buffer: RolloutBuffer,
         *,
@@ -180,6 +182,8 @@ class GroupCollector:
         select: Selection = oldest_first,
     ) -> None:
         self._target = target
+        self._draw = draw
+        self._drawn: deque[PromptItem] = deque()
         self._tally = GroupTally(group_filter)
         self._buffer = buffer
         self._first_draw = first_draw
@@ -190,33 +194,32 @@ class GroupCollector:
         self._order: dict[int, int] = {}
         self._exhausted = False
 
-    @property
-    def in_flight(self) -> int:
-        """Prompts drawn whose groups have not come back."""
-        return len(self._order) - self._tally.seen
+    def __iter__(self) -> Iterator[PromptItem]:
+        return self
 
-    @property
-    def complete(self) -> bool:
-        """Nothing is in flight, and nothing more can or need be drawn."""
-        return self.in_flight == 0 and self.wants() == 0
+    def __next__(self) -> PromptItem:
+        """A prompt to start now. There may be more after it said that there is none: drawn as they become needed."""
+        wanted = 0 if self._drawn else self._wanted()
+        if wanted:
+            self._drawn.extend(self._draw(wanted))
+            self._exhausted = len(self._drawn) < wanted
+            for item in self._drawn:
+                if item.group_id in self._order:
+                    raise ValueError(f"group id {item.group_id} was drawn twice in one step")
+                self._order[item.group_id] = len(self._order)
+        if not self._drawn:
+            raise StopIteration
+        return self._drawn.popleft()
 
-    def wants(self) -> int:
+    def _wanted(self) -> int:
         """Number of prompts to draw now."""
         if self._exhausted:
             return 0
-        have = len(self._from_buffer) + len(self._kept) + self.in_flight
-        need = self._target - have
+        unfinished = len(self._order) - self._tally.seen
+        need = self._target - len(self._from_buffer) - len(self._kept) - unfinished
         if not self._order and need > 0:
             need = max(need, self._first_draw - len(self._from_buffer))
         return max(0, min(need, self._limit - len(self._order)))
-
-    def drew(self, items: Sequence[PromptItem], wanted: int) -> None:
-        """Notes the prompts that were drawn; fewer than `wanted` means that the data has run out."""
-        for item in items:
-            if item.group_id in self._order:
-                raise ValueError(f"group id {item.group_id} was drawn twice in one step")
-            self._order[item.group_id] = len(self._order)
-        self._exhausted = self._exhausted or len(items) < wanted
 
     def add(self, group: Group) -> bool:
         """Takes a finished group; returns whether it was kept."""
@@ -258,26 +261,3 @@ class GroupCollector:
         for group in groups[self._target :]:
             self._buffer.put(group)
         return CollectedGroups(tuple(groups[: self._target]), self._tally, len(reserve))
-
-
-class PromptRefill:
-    """An iterator that may have more after it said it had none: prompts are drawn as they become needed."""
-
-    def __init__(self, collector: GroupCollector, draw: Callable[[int], Sequence[PromptItem]]) -> None:
-        self._collector = collector
-        self._draw = draw
-        self._ready: list[PromptItem] = []
-
-    def __iter__(self) -> Iterator[PromptItem]:
-        return self
-
-    def __next__(self) -> PromptItem:
-        if not self._ready:
-            wanted = self._collector.wants()
-            if wanted:
-                drawn = list(self._draw(wanted))
-                self._collector.drew(drawn, wanted)
-                self._ready = drawn[::-1]
-        if not self._ready:
-            raise StopIteration
-        return self._ready.pop()

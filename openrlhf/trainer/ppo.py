@@ -23,7 +23,6 @@ from openrlhf.rollout.filters import (
     DynamicFilter,
     GroupCollector,
     GroupJudge,
-    PromptRefill,
 )
 from openrlhf.rollout.group import Group
 from openrlhf.rollout.hooks import BufferFilter
@@ -203,17 +202,16 @@ class PPOTrainer:
         cfg = self.cfg
         collector = GroupCollector(
             cfg.rollout_batch_size,
+            self.stream.take,
             self._filter,
             self.buffer,
             first_draw=cfg.vllm_generate_batch_size or 0,
             max_rounds=cfg.dynamic_filtering_max_rounds if self._filter is not None else 1,
             select=self._select or oldest_first,
         )
-
-        prompts = PromptRefill(collector, self.stream.take)
         with self.console.phase("generate", cfg.rollout_batch_size) as one_done, self.system.generating():
             for group in self.system.engines.run_groups(
-                prompts, cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout
+                collector, cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout
             ):
                 collector.add(group)
                 one_done()

@@ -14,7 +14,7 @@ import pytest
 
 from openrlhf.rollout.buffer import RolloutBuffer, freshest_first, group_version
 from openrlhf.rollout.errors import NoLearnableGroups
-from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector, PromptRefill
+from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector
 from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.trajectory import Trajectory
 
@@ -108,12 +108,16 @@ def run(
             yield group(done.prompt_id, scores(done.prompt_id) if callable(scores) else scores[done.prompt_id])
 
     collector = GroupCollector(
-        target, DynamicFilter() if filtering else None, buffer if buffer is not None else RolloutBuffer(), **options
+        target,
+        draw,
+        DynamicFilter() if filtering else None,
+        buffer if buffer is not None else RolloutBuffer(),
+        **options,
     )
-    for finished in rollout(PromptRefill(collector, draw)):
+    for finished in rollout(collector):
         collector.add(finished)
     collected = collector.finish()
-    assert collector.complete
+    assert next(collector, None) is None
     return collected, drawn
 
 
@@ -172,9 +176,9 @@ def test_only_the_first_draw_has_prompts_to_spare() -> None:
 
 
 def test_prompts_come_in_the_order_in_which_they_were_drawn() -> None:
-    collector = GroupCollector(3, None, RolloutBuffer())
-    refill = PromptRefill(collector, lambda count: [group(i, [1.0]).item for i in range(count)])
-    assert [item.prompt_id for item in refill] == [0, 1, 2]
+    items = [group(i, [1.0]).item for i in range(5)]
+    collector = GroupCollector(3, lambda count: items[:count], None, RolloutBuffer())
+    assert [item.prompt_id for item in collector] == [0, 1, 2]
 
 
 def test_when_the_data_runs_out_what_was_kept_is_used() -> None:
@@ -211,13 +215,13 @@ def test_without_a_filter_lost_groups_do_not_stop_the_run() -> None:
 
 
 def test_the_collector_checks_its_callers() -> None:
-    collector = GroupCollector(2, None, RolloutBuffer())
-    assert collector.wants() == 2 and not collector.complete
     items = [group(i, [1.0]).item for i in range(2)]
-    collector.drew(items, 2)
-    assert collector.wants() == 0 and collector.in_flight == 2
+    asked: list[int] = []
+    collector = GroupCollector(2, lambda count: asked.append(count) or items[:count], DynamicFilter(), RolloutBuffer())
+    assert list(collector) == items and list(collector) == [] and asked == [2]
+    collector.add(group(0, [1.0, 1.0]))  # all are right: another is drawn in its place
     with pytest.raises(ValueError, match="group id 100 was drawn twice"):
-        collector.drew(items[:1], 1)
+        next(collector)
     with pytest.raises(ValueError, match="group id 107 was never drawn"):
         collector.add(group(7, [1.0]))
 

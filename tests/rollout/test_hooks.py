@@ -331,8 +331,8 @@ def test_a_filter_that_raises_loses_the_group_and_is_counted_and_quoted() -> Non
         return samples[0].metadata["missing"]
 
     group = play([text("4")] * 2, 2, keep=keep, rm=lambda args, sample: 1.0)
-    collector = GroupCollector(1, CustomFilter("my.py:keep"), RolloutBuffer(), max_rounds=1)
-    collector.drew([group.item], 1)
+    collector = GroupCollector(1, lambda count: [group.item], CustomFilter("my.py:keep"), RolloutBuffer(), max_rounds=1)
+    assert next(collector) == group.item
     assert collector.add(group) is False
     words = r"0 of 1 groups that my.py:keep keeps .* dropped: no_samples 1\)\. Of lost samples the last: prompt 7: "
     with pytest.raises(NoLearnableGroups, match=words + r".*keep\(\) raised KeyError: 'missing' at .*test_hooks.py"):
@@ -352,8 +352,11 @@ def test_dropped_groups_fill_a_step_only_if_they_may_and_are_needed() -> None:
     )
     groups = [judged(i, v) for i, v in enumerate([spare, bad, good, spare])]
     for target, wanted, insufficient in ((1, [2], 0), (2, [2, 0], 1), (3, [2, 0, 3], 2)):
-        collector = GroupCollector(target, CustomFilter("f"), RolloutBuffer(), first_draw=4, max_rounds=1)
-        collector.drew([group.item for group in groups], 4)
+        items = [group.item for group in groups]
+        collector = GroupCollector(
+            target, lambda count, items=items: items, CustomFilter("f"), RolloutBuffer(), first_draw=4, max_rounds=1
+        )
+        assert list(collector) == items
         for group in reversed(groups):
             collector.add(group)
         collected = collector.finish()
@@ -387,7 +390,8 @@ def test_buffer_filters() -> None:
     assert taken("fifo", waiting(0.9, 0.1, 0.5))[0] == [0, 1]
     assert taken("priority", waiting(0, 0, 0, priorities=(None, 2, "1.5")))[0] == [1, 2]
     assert taken("priority", waiting(0, 0, 0, priorities=(-1, None, 0.5)))[0] == [2, 1]
-    collector = GroupCollector(2, None, waiting(0.9, 0.1, 0.5), select=BufferFilter(f"{EXAMPLES}:hardest_first", ARGS))
+    hardest = BufferFilter(f"{EXAMPLES}:hardest_first", ARGS)
+    collector = GroupCollector(2, list, None, waiting(0.9, 0.1, 0.5), select=hardest)
     assert [g.item.prompt_id for g in collector.finish().groups] == [1, 2]
 
 
