@@ -24,6 +24,7 @@ OK = "return {'observation_tokens': [1], 'action_ranges': [(0, 1)], 'rollout_log
     ("body", "words"),
     [
         ("return 3", r"returned int, not a dict. Return"),
+        ("return []", "returned list, not a dict"),
         ("return {'reward': 1}", r"without \['observation_tokens', 'action_ranges'\] \(keys: \['reward'\]\)"),
         ("ids = [1.5]", r"observation_tokens\[0\] is 1.5, not a token id"),
         ("return {'observation_tokens': [], 'action_ranges': []}", "observation_tokens is empty"),

@@ -68,9 +68,13 @@ def test_every_end_of_sequence_id_ends_a_response(
 def test_with_ignore_eos_nothing_is_cut() -> None:
     engine = ScriptedEngine([([EOS, 14, EOS], "length")])
     trajectory = run(
-        item(TOK, "c"), 1, engine, spec(sampling=SamplingParams(max_tokens=3, ignore_eos=True))
+        item(TOK, "c"),
+        1,
+        engine,
+        spec(eos_token_ids=frozenset({EOS, EOS2}), sampling=SamplingParams(max_tokens=3, ignore_eos=True)),
     ).trajectories[0]
     assert trajectory.response_length == 3 and trajectory.truncated
+    assert engine.sampling[0].stop_token_ids == ()
 
 
 def test_versions_per_token_are_kept() -> None:
@@ -216,10 +220,32 @@ def test_engine_trouble_is_named_with_the_sample(reply: Any, words: str) -> None
     assert "prompt 5 sample 0" in str(caught.value)
 
 
-def test_an_engine_that_hangs_ends_with_a_named_timeout() -> None:
+@pytest.mark.parametrize("policy", ["raise", "drop"])
+def test_an_engine_that_hangs_ends_with_a_named_timeout(policy: str) -> None:
     engine = ScriptedEngine([[EOS]], delays=[60])
     with pytest.raises(EpisodeTimeout, match=r"prompt 5 sample 0: the episode did not end within 0.1 s"):
-        run(item(TOK, "p", 5), 1, engine, spec(episode_timeout=0.1))
+        run(item(TOK, "p", 5), 1, engine, spec(episode_timeout=0.1, on_agent_failure=policy))
+
+
+def test_what_ends_a_group_ends_its_other_requests_too() -> None:
+    ended: list[int] = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, prompt_token_ids: list[int], sampling: SamplingParams) -> GenerationResult:
+            try:
+                return await super().generate(prompt_token_ids, sampling)
+            except asyncio.CancelledError:
+                ended.append(len(self.prompts))
+                raise
+
+    async def both() -> None:
+        engine = Engine([[EOS], RuntimeError("gone"), [EOS]], delays=[60, 0, 60])
+        with pytest.raises(EngineError, match="gone"):
+            await run_group(item(TOK, "p"), 3, engine, spec())
+        await asyncio.sleep(0.01)
+        assert len(ended) == 2
+
+    asyncio.run(both())
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop", "zero"])
@@ -276,6 +302,17 @@ def test_a_greedy_response_is_rewarded_and_kept_apart() -> None:
     assert (used.temperature, used.top_p, used.top_k, used.min_p) == (0.0, 1.0, -1, 0.0)
     assert engine.sampling[0].temperature == 0.7
     assert run(item(TOK, "c"), 2, ScriptedEngine(reply), spec()).baseline is None
+
+
+def test_a_group_whose_greedy_response_is_lost_is_lost_and_told_once() -> None:
+    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+        return [float("nan") if query.count("f") == 2 else 1.0 for query in queries]
+
+    engine = ScriptedEngine(lambda prompt, sampling: [15, 15, EOS] if sampling.temperature == 0 else [15, EOS])
+    rewards = rewards_of(reward_func, on_failure="drop")
+    group = run(item(TOK, "c", greedy_baseline=True), 2, engine, spec(rewards=rewards))
+    assert group.trajectories == () and group.baseline is None
+    assert [(f.sample_index, f.kind) for f in group.failures] == [(2, "reward")]
 
 
 def test_without_its_greedy_response_a_group_is_lost() -> None:

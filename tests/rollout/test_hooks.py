@@ -249,6 +249,19 @@ def test_a_group_is_scored_at_once_in_the_order_of_its_samples() -> None:
     assert [t.reward for t in group.trajectories] == [1.0, 0.0, 1.5, 1.0]
 
 
+def test_a_group_is_shown_whole_and_given_rewards_stay() -> None:
+    async def generate(args: Any, sample: Sample, sampling_params: Any) -> Sample:
+        sample.append([14], sampled=True)
+        sample.reward = 9.0 if sample.index == 1 else None
+        return sample
+
+    def rm(args: Any, samples: list[Sample]) -> list[float]:
+        return [float(len(samples)) for _ in samples]
+
+    group = play([], 3, generate=generate, rm=rm, group_rm=True, sampling=SamplingParams())
+    assert [t.reward for t in group.trajectories] == [3.0, 9.0, 3.0]
+
+
 def bad_rm(args: Any, sample: Sample) -> Any:
     if sample.index == 1:
         return {0: None, 1: float("nan"), 2: {"points": 1}, 3: [1.0, 2.0]}[sample.metadata["how"]]

@@ -117,6 +117,67 @@ def test_a_sample_beyond_the_token_budget_makes_the_micro_batches_as_large(cfg: 
     assert len(forward_batches(sequences[2:], 1, cfg)[0]) == 2
 
 
+def test_each_pass_has_its_own_limit_of_a_micro_batch(cfg: PPOConfig) -> None:
+    experience = collect(rollout())  # 4, 6, 7, 3 and 5 tokens
+    add_advantages(experience, cfg, 0.0)
+    sequences = [t.token_ids for t in experience.trajectories]
+
+    def sizes(cfg: PPOConfig) -> tuple[list[int], list[int]]:
+        (forward,) = forward_batches(sequences, 1, cfg)
+        ((step,),) = step_batches(experience, [range(5)], 1, cfg, POLICY_COLUMNS, 0.0)
+        what = "num_tokens" if cfg.use_dynamic_batch else "num_sequences"
+        return [getattr(b, what) for b in forward], [getattr(b, what) for b in step.micro_batches]
+
+    by_samples = replace(cfg, micro_rollout_batch_size=3, micro_train_batch_size=1)
+    assert [len(batches) for batches in sizes(by_samples)] == [2, 5]
+    by_tokens = replace(cfg, use_dynamic_batch=True, rollout_max_tokens_per_gpu=25, train_max_tokens_per_gpu=13)
+    forward, training = sizes(by_tokens)
+    assert forward == [25] and len(training) == 2 and max(training) <= 13
+    assert len(sizes(replace(by_tokens, rollout_max_tokens_per_gpu=None))[0]) == 2
+    assert sizes(replace(by_tokens, ring_attn_size=2))[1] == [25]  # two ranks share a row
+
+
+@pytest.mark.parametrize(
+    ("flags", "column", "expected"),
+    [
+        # A2 = 1 - 0.4, A1 = 0.9 * 0.4 - 0.2 + 0.9 * 0.5 * A2; returns are A + V
+        ({"advantage_estimator": "gae", "gamma": 0.9, "lambd": 0.5}, "returns", [0.63, 1.0]),
+        ({"advantage_estimator": "reinforce", "gamma": 0.5}, "returns", [0.625, 0.75]),  # a quarter was earned before
+        ({"advantage_estimator": "dr_grpo", "reward_clip_range": (-0.2, 0.3)}, "returns", [0.3, 0.3]),
+        ({"advantage_estimator": "reinforce", "no_advantage_std_norm": True}, "advantages", [0.78125, 0.53125]),
+        # four of the six pairs of responses hold the best one: 1 - 1/2 in deviations of 1/2
+        ({"advantage_estimator": "pass_at_k", "pass_k": 2}, "advantages", [1.0, 1.0]),
+        ({"advantage_estimator": "pass_at_k", "pass_k": 3}, "advantages", [3**-0.5, 3**-0.5]),
+    ],
+)
+def test_flags_of_estimators_reach_them(
+    cfg: PPOConfig, flags: dict[str, object], column: str, expected: list[float]
+) -> None:
+    steps = ((2, 0.25),) if flags["advantage_estimator"] == "reinforce" else ()
+    best = sample(0, 0, 2, 1.0, step_rewards=steps)
+    experience = collect([[best, *(sample(0, index, 2, 0.0) for index in (1, 2, 3))]])
+    experience.columns["old_values"] = [torch.tensor([7.0, 7.0, 0.2, 0.4])] * 4
+    add_advantages(experience, replace(cfg, **flags), 0.0)
+    assert experience.columns[column][0][2:].tolist() == pytest.approx(expected)
+
+
+def test_step_rewards_are_earned_at_their_places_in_each_sample(cfg: PPOConfig) -> None:
+    experience = collect([[sample(0, 0, 2, 1.0), sample(0, 1, 3, 0.5, step_rewards=((2, 0.25), (3, 0.25)))]])
+    add_advantages(experience, replace(cfg, advantage_estimator="reinforce"), 0.0)
+    assert [column.tolist() for column in experience.columns["returns"]] == [[0, 0, 1, 1], [0, 0, 0.5, 0.25, 0]]
+
+
+def test_the_overlong_penalty_has_a_factor(cfg: PPOConfig) -> None:
+    limits = replace(cfg, max_new_tokens=8, overlong_buffer_len=4.0, overlong_penalty_factor=0.5)
+    assert shaped_rewards([sample(0, 0, 6, 1.0), sample(0, 1, 8, 1.0)], limits).tolist() == [0.75, 0.5]
+
+
+def test_a_rollout_of_one_step_has_no_old_log_probs_to_compare(cfg: PPOConfig) -> None:
+    experience = collect(rollout())
+    experience.columns["ref_logprobs"] = [torch.full((n,), -1.5) for n in experience.lengths]
+    assert "kl" not in add_advantages(experience, replace(cfg, use_kl_loss=True), 0.1)
+
+
 def test_advantages_of_uneven_groups_keep_to_their_own_tokens(cfg: PPOConfig) -> None:
     experience = collect(rollout())
     assert "kl" not in add_advantages(experience, cfg, 0.0)
