@@ -9,7 +9,7 @@ from pathlib import Path
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.flag import FlagSpec
 from openrlhf.config.foreign import translations, value_translations
-from openrlhf.config.help import describe_default, specs_by_group
+from openrlhf.config.help import describe, describe_default, specs_by_group
 from openrlhf.config.names import RETIRED
 from openrlhf.config.values import type_name
 
@@ -115,18 +115,13 @@ def _command_section(command: str) -> list[str]:
 
 
 def _row(spec: FlagSpec) -> str:
-    text = spec.info.help
-    if spec.info.choices:
-        text += f" ({', '.join(spec.info.choices)})"
-    if spec.info.no_effect:
-        text = f"without effect: {spec.info.no_effect}"
     default = describe_default(spec)
     names = " ".join(f"`--{name}`" for name in (*spec.info.dotted, *spec.info.negated) if name != spec.name)
     cells = (
         f"`--{spec.name}`",
         type_name(spec),
         f"`{default}`" if default else "",
-        text,
+        describe(spec),
         names,
         SINCE[spec.info.since],
     )

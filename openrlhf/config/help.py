@@ -54,6 +54,13 @@ def describe_default(spec: FlagSpec) -> str:
     return "" if spec.default is None else show_value(spec.default)
 
 
+def describe(spec: FlagSpec) -> str:
+    """What a flag does, and what it may be."""
+    if spec.info.no_effect:
+        return f"accepted without effect: {spec.info.no_effect}"
+    return spec.info.help + (f" ({', '.join(spec.info.choices)})" if spec.info.choices else "")
+
+
 def format_help(command: str) -> str:
     """The whole help text of a command."""
     lines = [
@@ -79,13 +86,9 @@ def format_help(command: str) -> str:
 def _format_flag(spec: FlagSpec) -> list[str]:
     value = "" if spec.kind is bool else " " + type_name(spec)
     head = f"  --{spec.name}{value}"
-    text = spec.info.help
-    if spec.info.choices:
-        text += f" {{{', '.join(spec.info.choices)}}}"
-    if default := describe_default(spec):
+    text, default = describe(spec), describe_default(spec)
+    if default and not spec.info.no_effect:
         text += f" (default {default})"
-    if spec.info.no_effect:
-        text = f"accepted without effect: {spec.info.no_effect}"
     body = textwrap.wrap(text, WIDTH - COLUMN, break_on_hyphens=False)
     if len(head) + 2 > COLUMN:
         return [head, *(" " * COLUMN + line for line in body)]

@@ -22,11 +22,6 @@ from openrlhf.rollout.protocol import GenerationEngine, SamplingParams
 from openrlhf.rollout.rewards import RewardClient, RewardSource, make_reward_source
 
 
-def reward_urls(cfg: PPOConfig) -> str | None:
-    """The reward function or servers of the flags; None when an agent or a reward model gives the rewards."""
-    return None if cfg.agent_func_path else (cfg.remote_rm_url or None)
-
-
 def model_eos_ids(path: str) -> frozenset[int]:
     """Every id that ends a sequence, as generation_config.json and config.json of a model folder name them.
 
@@ -62,8 +57,7 @@ def reward_source(cfg: PPOConfig) -> RewardSource | None:
     if cfg.custom_rm_path:
         contract = "group_rm" if cfg.group_rm else "custom_rm_path"
         return SampleReward(load_hook("custom_rm_path", cfg.custom_rm_path, contract), cfg)
-    urls = reward_urls(cfg)
-    return None if urls is None else make_reward_source(urls, cfg.reward_weights)
+    return make_reward_source(cfg.remote_rm_url, cfg.reward_weights) if cfg.remote_rm_url else None
 
 
 def executor_of(cfg: PPOConfig) -> AgentExecutorBase | None:

@@ -100,7 +100,8 @@ def forward_batches(
         images: of each sequence.
     """
     lengths = [len(ids) for ids in sequences]
-    plan = _plan(lengths, ranks, cfg, cfg.micro_rollout_batch_size, _rollout_tokens(cfg))
+    tokens = cfg.rollout_max_tokens_per_gpu or cfg.train_max_tokens_per_gpu
+    plan = _plan(lengths, ranks, cfg, cfg.micro_rollout_batch_size, tokens)
     return [[_packed(sequences, {}, images, indices) for indices in rank] for rank in plan]
 
 
@@ -116,10 +117,6 @@ def _packed(
     placed = zip(starts, (images[i] for i in indices), strict=False) if images else ()
     own = tuple((start + i.offset, i.length, i.data) for start, group in placed for i in group)
     return replace(batch, images=own) if own else batch
-
-
-def _rollout_tokens(cfg: PPOConfig) -> int:
-    return cfg.rollout_max_tokens_per_gpu or cfg.train_max_tokens_per_gpu
 
 
 def _plan(lengths: Sequence[int], ranks: int, cfg: PPOConfig, samples: int, tokens: int) -> BatchPlan:

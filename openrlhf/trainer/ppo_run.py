@@ -23,7 +23,6 @@ from openrlhf.engines.rollouts import (
     group_filter_of,
     prompt_images,
     reward_source,
-    reward_urls,
 )
 from openrlhf.models.folder import check_model_folder, require_head
 from openrlhf.models.loading import (
@@ -86,11 +85,10 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     _check_best_metric(cfg, eval_rows)
     executor_of(cfg)
     group_filter_of(cfg)
-    urls = reward_urls(cfg)
     if not cfg.load_rollouts:
         reward_source(cfg)
-    if urls and not cfg.load_rollouts:
-        wait_for_servers([url for entries in parse_reward_sources(urls).values() for url in entries if is_url(url)])
+        entries = parse_reward_sources(cfg.remote_rm_url or "").values()
+        wait_for_servers([url for places in entries for url in places if is_url(url)])
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
 
 
