@@ -290,6 +290,16 @@ def test_every_sample_is_in_one_step_an_epoch_and_groups_stay_together(cfg: PPOC
             assert [i for i in range(5) if group_ids[i] == group and i not in step] == []
 
 
+def test_groups_are_shuffled_anew_in_every_epoch_by_the_seed(cfg: PPOConfig) -> None:
+    group_ids = [group for group in range(12) for _ in range(2)]
+    orders = set()
+    for seed in ((1, 0), (1, 1), (2, 0)):
+        steps = optimizer_steps(group_ids, replace(cfg, max_epochs=2), seed)
+        flat = [index for step in steps for index in step]
+        orders |= {tuple(flat[:24]), tuple(flat[24:])}
+    assert len(orders) == 6 and tuple(range(24)) not in orders
+
+
 @pytest.mark.parametrize(("parts", "steps"), [(1, 1), (2, 2), (4, 4), (6, 6)])
 def test_the_schedule_goes_by_prompts(cfg: PPOConfig, parts: int, steps: int) -> None:
     """Whatever number of samples a hook makes of a prompt, where two were planned: the rollout is as long."""
@@ -313,12 +323,19 @@ def test_steps_hold_each_sample_once_with_global_denominators(cfg: PPOConfig, ra
         assert all(part.denominators == parts[0].denominators for part in parts)
         assert parts[0].denominators.tokens == sum(experience.trajectories[i].response_length for i in members)
         assert parts[0].denominators.sequences == len(members)
-        assert parts[0].kl_coef == 0.25
+        assert parts[0].kl_coef == 0.25 and parts[0].denominators.constant == 8
         seen = [int(i) for part in parts for batch in part.micro_batches for i in batch.sequence_index if i >= 0]
         assert sorted(seen) == list(range(len(members))) or sorted(seen) == members
         total = sum(float(b.columns["action_mask"].sum()) for part in parts for b in part.micro_batches)
         assert total == parts[0].denominators.tokens
         assert set(parts[0].micro_batches[0].columns) == {"action_mask", "advantages"}
+
+
+def test_without_a_limit_of_responses_the_constant_of_the_loss_is_that_of_all_tokens(cfg: PPOConfig) -> None:
+    experience = collect(rollout())
+    add_advantages(experience, cfg, 0.0)
+    ((step,),) = step_batches(experience, [range(5)], 1, replace(cfg, max_new_tokens=None), POLICY_COLUMNS, 0.0)
+    assert step.denominators.constant == 16
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
