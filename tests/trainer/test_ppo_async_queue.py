@@ -190,6 +190,32 @@ def test_the_queue_size_says_how_far_generation_runs_ahead() -> None:
     assert len(second) == 2
 
 
+def test_a_step_of_groups_that_would_be_too_old_next_time_waits_for_no_newer_ones() -> None:
+    queue = RolloutQueue(PromptStream(rows(30), 0, 1), RolloutBuffer(), None, QueueLimits(2, 1, 100))
+    queue.weights_changed(0)
+    first = start(queue)
+    assert len(first) == 4
+    for item in first:
+        queue.finished(group(item, 0))
+    queue.take()
+    queue.weights_changed(1)
+    assert len(start(queue)) == 2 and queue.ready  # first[2:], while the newer two run
+
+
+def test_a_queue_is_idle_when_nothing_runs_and_nothing_may() -> None:
+    queue = RolloutQueue(PromptStream(rows(4), 0, 1), RolloutBuffer(), None, QueueLimits(2, 1, 2))
+    assert queue.idle  # no weights yet
+    queue.weights_changed(0)
+    assert not queue.idle
+    first = start(queue)
+    assert len(first) == 2 and not queue.idle
+    queue.hold()
+    queue.finished(group(first[0], 0))
+    assert not queue.idle
+    queue.finished(group(first[1], 0))
+    assert queue.idle
+
+
 def test_a_step_waits_for_groups_that_the_later_ones_would_be_too_late_for() -> None:
     queue = RolloutQueue(PromptStream(rows(30), 0, 1), RolloutBuffer(), None, QueueLimits(2, 2, 100))
     queue.weights_changed(0)
@@ -250,6 +276,44 @@ def test_a_checkpoint_loses_nothing_of_what_was_generated_and_not_trained_on() -
     assert sorted(g for step in run.steps for g in step) == list(range(2, 10))
 
 
+def test_a_run_that_goes_on_with_a_smaller_queue_trains_on_every_prompt_once() -> None:
+    """Also where the buffer has more of the next episode than may be generated ahead."""
+    stale = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        count, batch = chance.randint(2, 9), chance.randint(1, 4)
+        first = Run(PromptStream(rows(count), seed, 3), QueueLimits(batch, 4, 3 * batch), False, chance)
+        for _ in range(chance.randint(1, 3)):
+            first.step()
+        stream, buffer = PromptStream(rows(count), seed, 3), RolloutBuffer()
+        stream.load_state_dict(first.stream.state_dict(item.group_id for item in first.queue.in_flight))
+        buffer.load_state_dict(first.buffer.state_dict())
+        limits = QueueLimits(batch, 1, 3 * batch)
+        second = Run(stream, limits, False, chance, buffer=buffer, first_version=first.version)
+        while second.step():
+            assert len(second.steps) <= 3 * count
+        assert sorted(g for run in (first, second) for step in run.steps for g in step) == list(range(3 * count))
+        assert max(second.ages, default=0) <= 1
+        stale += second.stale
+    assert stale > 0
+
+
+def test_a_step_gets_the_prompts_that_it_lacks_whatever_waits_for_later_ones() -> None:
+    """Groups 0 to 2 of the first episode and 4 to 7 of the second are done, and 3 ran when the checkpoint was made."""
+    before, buffer = PromptStream(rows(4), 0, 2), RolloutBuffer()
+    for item in [*before.take(4), *before.take(4)]:
+        if item.group_id != 3:
+            buffer.put(group(item, 5))
+    stream = PromptStream(rows(4), 0, 2)
+    stream.load_state_dict(before.state_dict([3]))
+    queue = RolloutQueue(stream, buffer, None, QueueLimits(2, 1, 8))
+    queue.weights_changed(5)
+    assert start(queue) == [] and queue.ready
+    assert [g.item.group_id for g in queue.take().groups] == [0, 1]
+    (item,) = start(queue)
+    assert item.group_id == 3
+
+
 def test_a_stale_group_does_not_hold_back_the_position_in_the_data() -> None:
     """Groups 0 to 9, of which 3 was sampled by weights that are too old."""
     stream, buffer = PromptStream(rows(10), 0, 1), RolloutBuffer()
@@ -264,7 +328,8 @@ def test_a_stale_group_does_not_hold_back_the_position_in_the_data() -> None:
     taken = queue.take()
     assert taken.stale == taken.metrics()["rollout/stale_groups"] == 1
     assert [g.item.group_id for g in taken.groups] == [0, 1, 2, 4, 5, 6, 7, 8, 9]
-    assert [g.item.group_id for g in queue.take().groups] == [3]
+    last = queue.take()
+    assert [g.item.group_id for g in last.groups] == [3] and last.stale == 0  # it is told once
 
 
 def test_a_group_beyond_the_bound_is_never_trained_on() -> None:
