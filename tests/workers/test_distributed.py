@@ -27,19 +27,24 @@ assert not dist.is_initialized()
 """
 
 TOGETHER = """
-import os, sys
+from datetime import timedelta
+import torch.distributed as dist
 from openrlhf.workers.distributed import *
 world = init_distributed(timeout_s=60)
 assert all_reduce_sum([world.rank, 0.5]) == [1.0, 1.0]
 assert any_rank(world.rank == 1) and not any_rank(False)
 assert broadcast_object({"from": world.rank}) == {"from": 0}
 barrier("the meeting", timeout_s=30)
-if world.rank == 0:
+store = dist.distributed_c10d._get_default_store()
+if world.rank == 1:  # late, not gone: that would be told as a closed connection, at once
+    store.wait(["told"], timedelta(seconds=60))
+else:
     try:
         barrier("a rank that does not come", timeout_s=1)
     except DistributedError as error:
-        assert "a rank that does not come" in str(error), error
+        assert "a rank that does not come" in str(error) and "Timed out" in str(error), error
         print("told")
+    store.set("told", "")
 shutdown()
 """
 
@@ -60,7 +65,7 @@ def test_two_ranks() -> None:
     port = str(free_port("127.0.0.1"))
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", TOGETHER],
+            [sys.executable, "-X", "faulthandler", "-c", TOGETHER],
             env=environment(
                 RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=port
             ),
