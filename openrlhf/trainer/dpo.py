@@ -18,9 +18,9 @@ from openrlhf.datasets.preference import PreferenceDataset, build_preference_dat
 from openrlhf.models.folder import check_model_folder
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
-from openrlhf.trainer.preference import PreferenceTrainer, row_limits
+from openrlhf.trainer.preference import PreferenceTrainer
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
-from openrlhf.trainer.sequences import answer_logprobs
+from openrlhf.trainer.sequences import answer_logprobs, row_limits
 from openrlhf.trainer.supervised import open_tokenizer, read_data, total_steps, train_engine
 from openrlhf.workers.distributed import World
 

@@ -18,9 +18,9 @@ from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.unpaired import UnpairedDataset, build_unpaired_dataset
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
-from openrlhf.trainer.preference import PreferenceTrainer, row_limits
+from openrlhf.trainer.preference import PreferenceTrainer
 from openrlhf.trainer.reference import Wanted, reference_logprobs, require_scored
-from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs
+from openrlhf.trainer.sequences import all_answer_logprobs, answer_logprobs, row_limits
 from openrlhf.trainer.supervised import open_tokenizer, read_data, total_steps, train_engine
 from openrlhf.workers.distributed import World
 
@@ -69,7 +69,6 @@ class KTOTrainer(PreferenceTrainer):
     The reference point of a step is estimated over its whole batch, on all ranks, before the loss.
     """
 
-    sequences_per_row: ClassVar[int] = 1
     headline: ClassVar[tuple[str, ...]] = ("kto_loss", "kl", "lr", "grad_norm")
     running_means: ClassVar[dict[str, str]] = {"kto_loss": "loss_mean"}
     eval_names: ClassVar[dict[str, str]] = {

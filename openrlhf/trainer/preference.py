@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.metrics import SEQUENCE, TOKEN, MetricSum
+from openrlhf.algorithms.metrics import SEQUENCE, MetricSum
 from openrlhf.batching import MicroBatch
-from openrlhf.config import DPOConfig, KTOConfig, RMConfig
-from openrlhf.trainer.sequences import BLOCK, Limits, Sequences, micro_batches, positions
-from openrlhf.trainer.supervised import SupervisedTrainer, aux_coefficient, reduce_metrics
-from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
-from openrlhf.workers.deepspeed_engine import TrainEngine
-from openrlhf.workers.distributed import World
-
-PreferenceConfig = RMConfig | DPOConfig | KTOConfig
-
-
-class PreferenceData(Sequences, Protocol):
-    """Rows of one or more sequences each."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
+from openrlhf.trainer.sequences import BLOCK, micro_batches, positions
+from openrlhf.trainer.supervised import SupervisedTrainer, reduce_metrics
 
 
 class PreferenceTrainer(SupervisedTrainer):
@@ -35,27 +21,8 @@ class PreferenceTrainer(SupervisedTrainer):
     of the optimizer step over all ranks, so ranks, micro-batches and packing don't change the loss.
     """
 
-    sequences_per_row: ClassVar[int]
     # metric of a step -> its name in an evaluation
     eval_names: ClassVar[dict[str, str]]
-
-    def __init__(
-        self,
-        cfg: PreferenceConfig,
-        world: World,
-        engine: TrainEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        data: PreferenceData,
-        eval_data: PreferenceData | None,
-        steps: int,
-    ) -> None:
-        super().__init__(cfg, world, engine, tokenizer, len(data), eval_data is not None, steps)
-        self.data = data
-        self.eval_data = eval_data
-        self.tokenizer = tokenizer
-        self.backoff = MemoryBackoff(engine, self.sequences_per_row, SUPERVISED_ADVICE)
-        self.limits = row_limits(cfg, self.sequences_per_row)
-        self._aux_coef = aux_coefficient(cfg)
 
     @abstractmethod
     def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
@@ -86,10 +53,7 @@ class PreferenceTrainer(SupervisedTrainer):
                 loss = self.row_losses([rows[i] for i in members], batch, outputs, metrics).sum() / len(rows)
             else:
                 loss = outputs[0].sum() * 0  # the log-probs or scores: a gradient, and nothing in it
-            if outputs.aux_loss is not None:
-                share = batch.num_tokens / tokens if members else 0.0
-                loss = loss + self._aux_coef * share * outputs.aux_loss
-                metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
+            loss = self.with_aux_loss(loss, outputs, batch.num_tokens / tokens if members else 0.0, metrics)
             return loss.float(), metrics
 
         batches = list(micro_batches(self.data, groups, self.engine, self.limits))
@@ -97,7 +61,6 @@ class PreferenceTrainer(SupervisedTrainer):
 
     def evaluate(self) -> dict[str, float]:
         """Means over all rows of the evaluation data, each row once."""
-        assert self.eval_data is not None
         metrics = MetricSum()
         for start in range(0, len(self.eval_data), BLOCK):
             rows = range(start, min(start + BLOCK, len(self.eval_data)))
@@ -118,8 +81,3 @@ class PreferenceTrainer(SupervisedTrainer):
     def evaluating(self) -> bool:
         """Whether rows are those of the evaluation data at the moment."""
         return not self.engine.module.training
-
-
-def row_limits(cfg: PreferenceConfig, sequences_per_row: int) -> Limits:
-    """What a micro-batch of rows may hold; ``--micro_train_batch_size`` counts rows."""
-    return Limits(cfg.micro_train_batch_size, sequences_per_row * cfg.max_len, cfg.packing_samples)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.packed import masked_sequence_sum
 from openrlhf.batching import MicroBatch, pack, plan_micro_batches
+from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.backoff import MemoryBackoff
 from openrlhf.workers.deepspeed_engine import TrainEngine
@@ -50,6 +51,11 @@ class Limits:
     groups: int
     group_tokens: int
     packing: bool
+
+
+def row_limits(cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig, sequences_per_row: int) -> Limits:
+    """What a micro-batch of rows may hold; ``--micro_train_batch_size`` counts rows."""
+    return Limits(cfg.micro_train_batch_size, sequences_per_row * cfg.max_len, cfg.packing_samples)
 
 
 def own_plan(lengths: Sequence[int], engine: TrainEngine, limits: Limits) -> list[list[int]]:

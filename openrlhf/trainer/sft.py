@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from openrlhf.algorithms.losses import cross_entropy_sum
 from openrlhf.algorithms.metrics import TOKEN, MetricSum
@@ -15,18 +14,15 @@ from openrlhf.config import SFTConfig
 from openrlhf.datasets.sft import LazySFTDataset, Row, SFTDataset, build_sft_dataset, open_sft_dataset
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
-from openrlhf.trainer.sequences import BLOCK, Limits, own_plan
+from openrlhf.trainer.sequences import BLOCK, own_plan
 from openrlhf.trainer.supervised import (
     SupervisedTrainer,
-    aux_coefficient,
     open_tokenizer,
     read_data,
     reduce_metrics,
     total_steps,
     train_engine,
 )
-from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
-from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World
 
 
@@ -36,22 +32,8 @@ class SFTTrainer(SupervisedTrainer):
     headline: ClassVar[tuple[str, ...]] = ("gpt_loss", "lr", "grad_norm")
     running_means: ClassVar[dict[str, str]] = {"gpt_loss": "loss_mean"}
 
-    def __init__(
-        self,
-        cfg: SFTConfig,
-        world: World,
-        engine: TrainEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        data: SFTDataset | LazySFTDataset,
-        eval_data: SFTDataset | None,
-        steps: int,
-    ) -> None:
-        super().__init__(cfg, world, engine, tokenizer, len(data), eval_data is not None, steps)
-        self.data = data
-        self.eval_data = eval_data
-        self._limits = Limits(cfg.micro_train_batch_size, cfg.max_len, cfg.packing_samples)
-        self._aux_coef = aux_coefficient(cfg)
-        self._backoff = MemoryBackoff(self.engine, advice=SUPERVISED_ADVICE)
+    data: SFTDataset | LazySFTDataset
+    eval_data: SFTDataset
 
     def take_rows(self) -> list[int]:
         """The rows of the next step."""
@@ -60,7 +42,7 @@ class SFTTrainer(SupervisedTrainer):
     def _micro_batches(self, rows: list[Row]) -> Iterator[MicroBatch]:
         """This rank's share of some rows, on its device; as many on every rank."""
         ids, masks = [ids for ids, _ in rows], [mask for _, mask in rows]
-        for members in own_plan([len(own) for own in ids], self.engine, self._limits):
+        for members in own_plan([len(own) for own in ids], self.engine, self.limits):
             yield pack(ids, {"mask": masks}, members).to(self.engine.device)
 
     def accumulate(self, rows: list[int]) -> MetricSum:
@@ -76,23 +58,19 @@ class SFTTrainer(SupervisedTrainer):
             total = cross_entropy_sum(outputs.logprobs, mask)
             loss = total / targets
             metrics.add("gpt_loss", total, mask.sum(), TOKEN)
-            if outputs.aux_loss is not None:
-                share = 0.0 if batch.is_dummy else batch.num_tokens / tokens
-                loss = loss + self._aux_coef * share * outputs.aux_loss
-                metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
-            return loss, metrics
+            share = 0.0 if batch.is_dummy else batch.num_tokens / tokens
+            return self.with_aux_loss(loss, outputs, share, metrics), metrics
 
-        return self._backoff.accumulate(list(self._micro_batches(parts)), loss_of)
+        return self.backoff.accumulate(list(self._micro_batches(parts)), loss_of)
 
     def evaluate(self) -> dict[str, float]:
         """``eval gpt_loss``: mean over all supervised tokens of the evaluation data."""
-        assert self.eval_data is not None
         metrics = MetricSum()
         for start in range(0, len(self.eval_data), BLOCK):
             rows = range(start, min(start + BLOCK, len(self.eval_data)))
             for batch in self._micro_batches(self.eval_data.fetch(rows)):
                 mask = batch.columns["mask"]
-                logprobs = self._backoff.forward(batch, lambda part: self.engine(part).logprobs)
+                logprobs = self.backoff.forward(batch, lambda part: self.engine(part).logprobs)
                 metrics.add("eval gpt_loss", cross_entropy_sum(logprobs, mask), mask.sum(), TOKEN)
         return reduce_metrics(metrics)
 

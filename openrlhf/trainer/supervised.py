@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from datasets import Dataset
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.algorithms.metrics import STEP, MetricSum
+from openrlhf.algorithms.metrics import STEP, TOKEN, MetricSum
 from openrlhf.config import DPOConfig, KTOConfig, RMConfig, SFTConfig
 from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
@@ -24,9 +24,11 @@ from openrlhf.models.logprobs import Backbone
 from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
+from openrlhf.trainer.sequences import row_limits
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.utils.process import seed_process
+from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
@@ -143,11 +145,13 @@ class SupervisedTrainer(ABC):
         world: place of this process.
         engine: the trained model.
         tokenizer: saved with it.
-        num_rows: usable training rows.
-        has_eval: whether there is something to evaluate on.
+        data: rows to train on.
+        eval_data: rows to evaluate on, if there are any.
         steps: optimizer steps of the whole run.
     """
 
+    sequences_per_row: ClassVar[int] = 1
+    """They must be in the same micro-batch."""
     headline: ClassVar[tuple[str, ...]]
     """Metrics shown in the line of each step."""
     running_means: ClassVar[dict[str, str]]
@@ -159,16 +163,20 @@ class SupervisedTrainer(ABC):
         world: World,
         engine: TrainEngine,
         tokenizer: PreTrainedTokenizerBase,
-        num_rows: int,
-        has_eval: bool,
+        data: Sized,
+        eval_data: Sized | None,
         steps: int,
     ) -> None:
         self.cfg = cfg
         self.world = world
         self.engine = engine
-        self.has_eval = has_eval
+        self.tokenizer = tokenizer
+        self.data: Any = data
+        self.eval_data: Any = eval_data
         self.steps = steps
-        self.order = ResumableOrder(num_rows, cfg.seed)
+        self.backoff = MemoryBackoff(engine, self.sequences_per_row, SUPERVISED_ADVICE)
+        self.limits = row_limits(cfg, self.sequences_per_row)
+        self.order = ResumableOrder(len(data), cfg.seed)
         self.checkpoints = Checkpoints(cfg, engine, tokenizer, self.order)
         self.console = Console(quiet=not world.is_first)
         self.logger: MetricsLogger | None = None
@@ -185,6 +193,13 @@ class SupervisedTrainer(ABC):
     def take_rows(self) -> list[int]:
         """The rows of the next step, all that every rank trains on together."""
         return self.order.take(self.cfg.train_batch_size)
+
+    def with_aux_loss(self, loss: Tensor, outputs: Any, share: float, metrics: MetricSum) -> Tensor:
+        """The loss of a micro-batch that has this share of a step's tokens, with the router loss, if there is one."""
+        if outputs.aux_loss is None:
+            return loss
+        metrics.add("aux_loss", outputs.aux_loss * share, share, TOKEN)
+        return loss + aux_coefficient(self.cfg) * share * outputs.aux_loss
 
     def hf_config(self) -> dict[str, Any] | None:
         """Entries of config.json to set when the model is saved."""
@@ -220,7 +235,7 @@ class SupervisedTrainer(ABC):
         if step % max(1, self.cfg.logging_steps) == 0 or step == self.steps:
             shown = {name: metrics[name] for name in self.headline if name in metrics}
             self.console.step_line(step, self.steps, shown)
-        if self.has_eval and self._evaluates(step, epoch):
+        if self.eval_data is not None and self._evaluates(step, epoch):
             self._evaluate(step)
         if self.cfg.save_steps > 0 and step % self.cfg.save_steps == 0:
             self.checkpoints.save(step, hf_config=self.hf_config())

@@ -53,7 +53,7 @@ def start(folder: Path, load_checkpoint: bool) -> list[str]:
     (run / "metrics.jsonl").write_text("{}\n")
     cfg = SFTConfig(ckpt_path=str(folder), run_dir=str(run), seed=42, load_checkpoint=load_checkpoint)
     parts: Any = (Engine(), None)
-    Trainer(cfg, World(0, 1, 0), *parts, num_rows=ROWS, has_eval=False, steps=0).fit()
+    Trainer(cfg, World(0, 1, 0), *parts, data=range(ROWS), eval_data=None, steps=0).fit()
     return sorted(file.name for file in run.glob("*.jsonl"))
 
 
