@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 DEFAULT_BUCKET_BYTES = 256 * 1024 * 1024
 
@@ -15,24 +15,17 @@ class Sized(Protocol):
     def nbytes(self) -> int: ...
 
 
-def plan_buckets(metas: Sequence[Sized], limit_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[int]]:
-    """Group consecutive tensors into buckets of at most ``limit_bytes``.
+S = TypeVar("S", bound=Sized)
 
-    Args:
-        metas: what is sent, in order.
-        limit_bytes: capacity of a bucket; a single larger tensor gets a bucket of its own.
 
-    Returns:
-        Indices into ``metas``, bucket by bucket, each index exactly once and in order.
-    """
-    if limit_bytes <= 0:
-        raise ValueError(f"limit_bytes must be positive, got {limit_bytes}")
-    buckets: list[list[int]] = []
+def in_buckets(items: Sequence[S], limit_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[S]]:
+    """Consecutive items in buckets of at most ``limit_bytes``; a single larger one gets a bucket of its own."""
+    buckets: list[list[S]] = []
     used = 0
-    for index, meta in enumerate(metas):
-        if not buckets or used + meta.nbytes > limit_bytes:
+    for item in items:
+        if not buckets or used + item.nbytes > limit_bytes:
             buckets.append([])
             used = 0
-        buckets[-1].append(index)
-        used += meta.nbytes
+        buckets[-1].append(item)
+        used += item.nbytes
     return buckets

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
-from openrlhf.batching.buckets import plan_buckets
+from openrlhf.batching.buckets import in_buckets
 from openrlhf.config.derive import data_copies
 from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.models.export import exported_weights, is_finite
@@ -320,9 +320,7 @@ class TrainEngine:
             bucket_bytes: most bytes in a bucket; a larger weight comes alone.
         """
         self._require_awake("gathering the weights")
-        weights = exported_weights(self.hf_model)
-        for indices in plan_buckets(weights, bucket_bytes):
-            bucket = [weights[index] for index in indices]
+        for bucket in in_buckets(exported_weights(self.hf_model), bucket_bytes):
             with whole(p for w in bucket for p in w.sources):
                 tensors = [named for w in bucket for named in w.tensors()]
             yield tensors

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed.weight_transfer import packed_tensor
 
 from openrlhf import platform
-from openrlhf.batching.buckets import plan_buckets
+from openrlhf.batching.buckets import in_buckets
 from openrlhf.engines.weight_sync import gloo
 from openrlhf.engines.weight_sync.layout import TensorMeta
 from openrlhf.models.export import ExportedWeight
@@ -73,10 +73,10 @@ class Engine:
         self.given: list[torch.Tensor] = []
 
     def gathered_parameters(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        names = list(self.weights)
-        for indices in plan_buckets(list(self.weights.values()), bucket_bytes):
+        names = iter(self.weights)
+        for weights in in_buckets(list(self.weights.values()), bucket_bytes):
             self.streams.log.append(("gather", self.streams.current))
-            bucket = [(names[i], self.weights[names[i]].clone()) for i in indices]
+            bucket = [(next(names), weight.clone()) for weight in weights]
             self.given += [tensor for _, tensor in bucket]
             yield bucket
         self.streams.log.append(("gather", self.streams.current))
@@ -113,7 +113,7 @@ def test_buckets_are_complete_before_any_stream_takes_from_them(
     packed_tensor.packed_nccl_broadcast_producer(iter(source), group(wire.send), 0, lambda item: item[1], buffer_bytes)
     events = [event for event in streams.log if event[0] != "synchronize" or event[1] == "default"]
     gathers = [index for index, event in enumerate(events) if event[0] == "gather"]
-    assert len(gathers) == 1 + len(plan_buckets(list(engine.weights.values()), 40)) > 5
+    assert len(gathers) == 1 + len(in_buckets(list(engine.weights.values()), 40)) > 5
     for index in gathers:
         assert events[index : index + 2] == [("gather", "default"), ("synchronize", "default")]
     assert {stream for event, stream in events if event == "send"} <= {"side 0", "side 1"}
@@ -205,7 +205,7 @@ def test_one_bucket_is_held_at_a_time(
 ) -> None:
     """The largest weight, alone in a bucket, is the most: nothing of the bucket before or after it is there with it."""
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as from a GPU
-    monkeypatch.setattr(gloo, "plan_buckets", lambda metas: plan_buckets(metas, BUCKET_BYTES))
+    monkeypatch.setattr(gloo, "in_buckets", lambda metas: in_buckets(metas, BUCKET_BYTES))
     monkeypatch.setattr(gloo, "_broadcast", lambda group, buffer: None)
     gathered = Gathered(monkeypatch)
     use(gathered.engine, tmp_path)

@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from openrlhf.batching.buckets import plan_buckets
+from openrlhf.batching.buckets import in_buckets
 from openrlhf.engines.weight_sync.layout import TensorMeta, pack, unpack
 from openrlhf.engines.weight_sync.plugin import pack_again
 from openrlhf.utils.network import let_gloo_listen_towards
@@ -128,9 +128,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         if self.group is None:
             raise RuntimeError("weights were sent before the transfer group was opened")
-        metas = update_info.metas()
-        for indices in plan_buckets(metas):
-            bucket = [metas[i] for i in indices]
+        for bucket in in_buckets(update_info.metas()):
             buffer = torch.empty(sum(meta.nbytes for meta in bucket), dtype=torch.uint8)
             _broadcast(self.group, buffer)
             self.model.load_weights(unpack(buffer, bucket))
@@ -208,8 +206,8 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine[GlooTrainerIni
     def _send(self, metas: list[TensorMeta]) -> None:
         assert self.group is not None and self.source is not None
         stream = iter(self.source)
-        for indices in plan_buckets(metas):
-            _broadcast(self.group, _packed(stream, [metas[index].name for index in indices]))
+        for bucket in in_buckets(metas):
+            _broadcast(self.group, _packed(stream, [meta.name for meta in bucket]))
         # Run the source to its end: its last gather context closes there, on every rank.
         for name, _ in stream:
             raise RuntimeError(f"the source yielded {name!r} after the last announced parameter")
