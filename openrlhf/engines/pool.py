@@ -140,10 +140,10 @@ class EnginePool:
         """Each engine's log-probs of a text (temperature 1)."""
         return self.group.call("prompt_logprobs", token_ids)
 
-    def sleep(self, level: int = 2) -> None:
-        self.group.call("sleep", level)
+    def sleep(self) -> None:
+        self.group.call("sleep")
 
-    def wake(self, tags: list[str] | None = None) -> None:
+    def wake(self, tags: list[str]) -> None:
         self.group.call("wake", tags)
 
     def pop_metrics(self) -> dict[str, float]:

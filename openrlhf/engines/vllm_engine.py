@@ -94,8 +94,7 @@ class VLLMEngine:
 
     async def run_group(self, prompt: PromptItem, n: int, sampling: SamplingParams) -> Group:
         """Run the ``n`` episodes of one prompt, rewards included (not those of a reward model)."""
-        if self._runner is None:
-            raise RuntimeError("run_group() before start()")
+        assert self._runner is not None  # start() made it
         return await self._runner.run_group(prompt, n, sampling, self._weight_version)
 
     async def pop_metrics(self) -> dict[str, float]:
@@ -167,13 +166,13 @@ class VLLMEngine:
 
     # --- life cycle ------------------------------------------------------------------------------------------------
 
-    async def sleep(self, level: int = 2) -> None:
-        """Give the GPU memory back. Level 2 also drops the weights: a sync must follow waking them."""
+    async def sleep(self) -> None:
+        """Give the GPU memory back, that of the weights too: a sync must follow waking them."""
         if self.spec.can_sleep:
-            await self._llm.sleep(level)
+            await self._llm.sleep(level=2)
 
-    async def wake(self, tags: list[str] | None = None) -> None:
-        """Take the memory again; ``tags`` is any of "weights" and "kv_cache", None means both."""
+    async def wake(self, tags: list[str]) -> None:
+        """Take the memory of any of "weights" and "kv_cache" again."""
         if self.spec.can_sleep:
             await self._llm.wake_up(tags)
 

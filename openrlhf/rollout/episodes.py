@@ -54,7 +54,7 @@ class EpisodeSpec:
             room that a long prompt leaves.
         max_length: limit of prompt + everything after it, in tokens.
         tokenizer: for the text that rewards and agents see.
-        eos_token_ids: every id that ends a sequence; None = the tokenizer's own.
+        eos_token_ids: ids that end a sequence, besides the tokenizer's own.
         rewards: where samples without a reward get one; None leaves it to a reward model.
         group_reward: ask for the rewards of all samples of a prompt at once.
         group_filter: the user's judgement of each group of training; None keeps all.
@@ -71,7 +71,7 @@ class EpisodeSpec:
     sampling: SamplingParams
     max_length: int
     tokenizer: Tokenizer
-    eos_token_ids: frozenset[int] | None = None
+    eos_token_ids: frozenset[int] = frozenset()
     rewards: RewardClient | None = None
     group_reward: bool = False
     group_filter: GroupFilter | None = None

@@ -82,12 +82,6 @@ def reward_text(
     return continuation_text(tokenizer, prompt_ids, visible)
 
 
-def end_of_sequence_ids(tokenizer: Tokenizer, more: Collection[int] | int | None = None) -> frozenset[int]:
-    """Returns all ids that end a sequence: the tokenizer's own and `more` (one id or several).
-
-    `more` is what a model's generation config lists, which often names several.
-    """
-    extra: set[int] = set() if more is None else {more} if isinstance(more, int) else set(more)
-    if tokenizer.eos_token_id is not None:
-        extra.add(tokenizer.eos_token_id)
-    return frozenset(extra)
+def end_of_sequence_ids(tokenizer: Tokenizer, more: Collection[int] = ()) -> frozenset[int]:
+    """Returns all ids that end a sequence: the tokenizer's own, and `more` that a model's configuration lists."""
+    return frozenset(more) | {token for token in (tokenizer.eos_token_id,) if token is not None}

@@ -69,12 +69,9 @@ class PPOSystem:
 
     def __post_init__(self) -> None:
         # Frozen models first: they only drop their copies.
-        self.memory = SharedMemory(self.cfg, [g for g in (self.ref, self.reward, self.critic, self.actor) if g])
+        self._models = [group for group in (self.ref, self.reward, self.critic, self.actor) if group]
+        self.memory = SharedMemory(self.cfg, self._models)
         self._weight_bytes: int | None = None
-
-    @property
-    def model_groups(self) -> list[WorkerGroup]:
-        return [group for group in (self.actor, self.critic, self.ref, self.reward) if group is not None]
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -143,7 +140,7 @@ class PPOSystem:
         except WorkerError as error:  # not the run's failure, and no reason to hide that one
             logger.warning("engines are killed: %s", str(error).splitlines()[0])
         finally:
-            _end([*self.model_groups, self.engines.group], self.cluster)
+            _end([*self._models, self.engines.group], self.cluster)
 
 
 @contextmanager

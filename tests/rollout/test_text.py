@@ -86,7 +86,6 @@ def test_response_end() -> None:
 
 def test_all_ids_that_end_a_sequence() -> None:
     assert end_of_sequence_ids(TOK) == {EOS}
-    assert end_of_sequence_ids(TOK, EOS2) == {EOS, EOS2}
     assert end_of_sequence_ids(TOK, [3, 4]) == {EOS, 3, 4}
     tokenizer = LetterTokenizer()
     tokenizer.eos_token_id = None

@@ -144,18 +144,16 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
 
         buffer_bytes = max(IPC_BUFFER_BYTES, largest)
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
-    if transport == "nccl":
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        return NCCLTrainerInitInfo(
-            rank=rank,
-            master_address=node_address(),
-            master_port=free_port(),
-            world_size=1 + workers,
-            packed=True,
-            packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
-        )
-    raise ValueError(f"unknown weight transport {transport!r}; known: gloo, ipc, nccl")
+    return NCCLTrainerInitInfo(
+        rank=rank,
+        master_address=node_address(),
+        master_port=free_port(),
+        world_size=1 + workers,
+        packed=True,
+        packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
+    )
 
 
 def open_sender(
