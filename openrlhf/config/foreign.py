@@ -186,16 +186,13 @@ WHEN_FALSE = {
     "calculate_per_token_loss": "--loss_agg_mode seq-mean-token-mean",
 }
 _FALSE_TABLE = {underscored(name): text for name, text in WHEN_FALSE.items()}
-_TABLE = {
-    **{underscored(name): ("verl", text) for name, text in _VERL.items()},
-    **{underscored(name): ("slime", text) for name, text in _SLIME.items()},
-}
+_SYSTEMS = {"verl": _VERL, "slime": _SLIME}
+_TABLE = {underscored(name): (system, text) for system, table in _SYSTEMS.items() for name, text in table.items()}
 
 
 def translations() -> list[tuple[str, str, str]]:
     """The whole table: system, name there, what to write here ({} stands for the value)."""
-    tables = (("verl", _VERL), ("slime", _SLIME))
-    return [(system, name, text) for system, table in tables for name, text in table.items()]
+    return [(system, name, text) for system, table in _SYSTEMS.items() for name, text in table.items()]
 
 
 def value_translations() -> list[tuple[str, str, str]]:

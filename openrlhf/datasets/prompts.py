@@ -60,8 +60,7 @@ def load_prompts(
         DataError: see :func:`openrlhf.datasets.sources.load_rows` and :func:`build_prompts`.
     """
     source = cfg.eval_dataset if evaluation else cfg.prompt_data
-    if not source:
-        raise DataError(f"--{'eval_dataset' if evaluation else 'prompt_data'} is not given")
+    assert source  # asked for only where there is one
     rows = load_rows(
         source,
         split=cfg.eval_split if evaluation else cfg.prompt_split,

@@ -12,8 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.utils.files import atomic_file
@@ -194,7 +192,7 @@ def _record(step: int, trajectory: Trajectory, baseline: bool) -> dict[str, Any]
 
 def _plain(value: Any) -> Any:
     """JSON form of metadata that is not plain: numbers and arrays exactly, anything else as its text."""
-    if isinstance(value, (np.generic, np.ndarray)) or hasattr(value, "tolist"):
+    if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=repr)

@@ -57,13 +57,9 @@ def user_location(error: BaseException, path: str | None) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return path or "unknown location"
-    if path is not None:
-        wanted = os.path.realpath(path)
-        own = [frame for frame in frames if os.path.realpath(frame.filename) == wanted]
-        frames_to_use = own or list(frames)
-    else:
-        frames_to_use = list(frames)
-    return f"{frames_to_use[-1].filename}:{frames_to_use[-1].lineno}"
+    own = [frame for frame in frames if path is not None and os.path.realpath(frame.filename) == os.path.realpath(path)]
+    deepest = (own or frames)[-1]
+    return f"{deepest.filename}:{deepest.lineno}"
 
 
 def describe_exception(error: BaseException) -> str:

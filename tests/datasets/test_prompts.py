@@ -114,5 +114,3 @@ def test_evaluation_prompts_come_from_their_own_source_and_split(tmp_path: Path)
     path = write_jsonl(tmp_path / "e.jsonl", [{"input": "e"}])
     cfg = PPOConfig(prompt_data="unused.jsonl", eval_dataset=path, eval_split="train")
     assert [p.text for p in load_prompts(cfg, letters(), 10, evaluation=True)] == ["e"]
-    with pytest.raises(DataError, match="--eval_dataset is not given"):
-        load_prompts(PPOConfig(prompt_data=path), letters(), 10, evaluation=True)
