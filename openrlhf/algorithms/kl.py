@@ -55,6 +55,7 @@ def kl_loss(
     *,
     unbiased_gradient: bool = False,
     old_logprobs: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """Per-token KL term of the policy loss, ``[N]``, 0 on masked tokens.
 
@@ -66,6 +67,8 @@ def kl_loss(
         unbiased_gradient: use the gradient of the reverse KL, ``w * d * grad log pi``, for every estimator.
         old_logprobs: log-probs under the policy that sampled the tokens; ``w`` is the token's importance
             weight ``pi / pi_old`` (detached). Without it ``w`` is 1, which is right only on-policy.
+        weight: where another policy ``mu`` sampled them, the rest of the way to it: ``pi_old / mu``, bounded in some
+            way; a factor of ``w``.
     """
     value = estimate_kl(logprobs, ref_logprobs, mask, estimator)
     if not unbiased_gradient:
@@ -74,6 +77,8 @@ def kl_loss(
     coefficient = masked_log_ratio(current.detach(), ref_logprobs, mask)
     if old_logprobs is not None:
         coefficient = coefficient * masked_log_ratio(current.detach(), old_logprobs, mask).exp()
+    if weight is not None:
+        coefficient = coefficient * weight
     straight_through = current - current.detach()
     return value.detach() + coefficient * straight_through
 

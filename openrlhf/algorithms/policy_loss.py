@@ -70,10 +70,12 @@ class PolicyLoss:
         metrics: detached per-token values ``[N]``, to be averaged over unmasked tokens: ``ppo_clip_ratio`` (1
             where the clip took effect), ``ppo_kl`` (old minus new log-prob), and those of the rollout
             correction; without a weight, none about its bounds.
+        weight: of the rollout correction ``[N]``, for other terms over the same tokens; None without one.
     """
 
     per_token: Tensor
     metrics: dict[str, Tensor]
+    weight: Tensor | None = None
 
 
 LossFunction = Callable[[PolicyLossInputs, PolicyLossSettings], tuple[Tensor, dict[str, Tensor]]]
@@ -137,7 +139,7 @@ def policy_loss(
     """
     spec = POLICY_LOSSES.get(name)
     clean = _clean(inputs)
-    weight = None
+    corrected = None
     metrics: dict[str, Tensor] = {}
     with torch.no_grad():
         ppo_kl = -_log_ratio(clean)
@@ -153,16 +155,15 @@ def policy_loss(
         if spec.rollout_ratio:
             clean = replace(clean, old_logprobs=clean.rollout_logprobs)
             del metrics["is_clip_ratio"], metrics["is_filter_ratio"]
-        else:
-            weight = corrected.weight
     per_token, own_metrics = spec.function(clean, settings)
-    if weight is not None:
-        per_token = per_token * weight
+    if corrected is not None and not spec.rollout_ratio:
+        per_token = per_token * corrected.weight
     metrics.update(own_metrics, ppo_kl=ppo_kl)
     mask = clean.action_mask
     return PolicyLoss(
         zero_masked(per_token, mask),
         {key: zero_masked(value.detach().float(), mask) for key, value in metrics.items()},
+        None if corrected is None else corrected.weight,
     )
 
 

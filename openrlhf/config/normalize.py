@@ -343,6 +343,9 @@ def _same_size(changer: _Changer, role: str, leader: str, reason: str) -> None:
 
 
 def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
+    if cfg.lora_dropout:
+        note = "--lora_dropout is 0: a policy with dropout would be trained as another one than sampled"
+        changer.set("lora_dropout", 0.0, "train_ppo_ray", note)
     changer.fill("eps_clip_low_high", (cfg.eps_clip, cfg.eps_clip), "as --eps_clip")
     estimator = cfg.advantage_estimator
     if estimator in UNDISCOUNTED_ESTIMATORS and cfg.gamma != 1.0:

@@ -111,7 +111,13 @@ class PolicyObjective:
             per_token["kl"] = estimate_kl(logprobs.detach(), ref, mask, self.kl_estimator)
             if step.kl_coef > 0:
                 penalty = kl_loss(
-                    logprobs, ref, mask, self.kl_estimator, unbiased_gradient=self.kl_unbiased, old_logprobs=old
+                    logprobs,
+                    ref,
+                    mask,
+                    self.kl_estimator,
+                    unbiased_gradient=self.kl_unbiased,
+                    old_logprobs=old,
+                    weight=result.weight,
                 )
                 loss = loss + step.kl_coef * mean(penalty)
         if entropy is not None and self.entropy_coef is not None:

@@ -198,6 +198,10 @@ class TestPlacement:
         for others in (["--param_dtype", "bf16", flag], ["--param_dtype", "fp32"]):
             assert changed("zero_stage", "--zero_stage", "0", *others)[0] == 0
 
+    def test_a_policy_has_no_dropout(self) -> None:
+        value, origin, notes = changed("lora_dropout", "--lora_rank", "4", "--lora_dropout", "0.1")
+        assert value == 0 and "train_ppo_ray" in origin and "--lora_dropout is 0" in notes
+
     def test_of_an_offloaded_optimizer_only_weights_move(self) -> None:
         _, _, notes = changed("adam_offload", "--deepspeed_enable_sleep", "--adam_offload")
         assert "moves weights only" in notes

@@ -75,6 +75,43 @@ def test_kl_and_entropy_terms_are_added_with_their_coefficients() -> None:
     assert "entropy_loss" in logged.metrics.values()
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize("has_old", [False, True])
+@pytest.mark.parametrize(
+    ("sampled_with", "correction"), [([0.5, 0.5], False), ([0.8, 0.2], True), ([0.45, 0.55], True)]
+)
+def test_unbiased_gradient_of_the_kl_for_tokens_of_any_policy(
+    loss: str, has_old: bool, sampled_with: list[float], correction: bool
+) -> None:
+    """Over both actions, as often as they are sampled, it is that of KL(p || q): sum of (log p - log q) dp."""
+    reference = torch.tensor([1.0, 0.0]).log_softmax(0)
+    cfg = replace(
+        PPOConfig(),
+        use_kl_loss=True,
+        kl_unbiased_gradient=True,
+        policy_loss_type=loss,
+        enable_vllm_is_correction=correction,
+        vllm_is_truncated_threshold=(0.1, 10.0),
+    )
+    gradient = 0.0
+    for action, share in enumerate(sampled_with):
+        logit = torch.zeros((), requires_grad=True)
+        policy = torch.stack([logit, torch.zeros(())]).log_softmax(0)[action]
+        columns = {
+            "action_mask": torch.tensor([True]),
+            "advantages": torch.zeros(1),
+            "ref_logprobs": reference[action : action + 1],
+            "rollout_logprobs": torch.tensor([share]).log(),
+        }
+        if has_old:
+            columns["old_logprobs"] = torch.tensor([0.5]).log()
+        micro = pack([torch.tensor([5])], {name: [column] for name, column in columns.items()}, [0])
+        PolicyObjective(cfg)(micro, StepBatch((micro,), Denominators(1, 1, 1.0), 1.0), policy[None]).loss.backward()
+        assert logit.grad is not None
+        gradient += share * float(logit.grad)
+    assert gradient == pytest.approx(-0.25)
+
+
 def test_router_loss_is_weighted_by_the_share_of_tokens() -> None:
     micro, values = batch(), logprobs()
     plain = PolicyObjective(PPOConfig())(micro, step(micro), values).loss.item()

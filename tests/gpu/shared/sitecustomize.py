@@ -4,6 +4,9 @@ With SHARED_GPU=2, or one for each in CUDA_VISIBLE_DEVICES, Ray counts two GPUs,
 takes the first GPU, and NCCL carries what the ranks send each other, through sockets. So what several GPUs compute can
 be tested on one; how fast they would be, and what each of them holds, can't.
 
+Ranks on one GPU can't be told apart by it: with CUDA IPC all engines read what one rank offers, and what the others
+offer stays allocated, a GiB a sync. So runs must be short.
+
 NCCL refuses two ranks on one GPU of one host, so each process says that it is a host of its own.
 """
 
