@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
@@ -57,16 +58,30 @@ SUMMARY = ("reward", "response_length", "kl", "policy_loss", "critic_loss")
 """Figures of the line that each step prints, where they exist."""
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """Everything read from files before a process is started.
+
+    Attributes:
+        rows: the prompt set.
+        eval_rows: the evaluation prompts, empty for none.
+        probe: a short text as token ids, scored by trainer and engines after each weight sync.
+        reward: what a reward model reads; None without one.
+    """
+
+    rows: Sequence[PromptRow]
+    eval_rows: Sequence[PromptRow]
+    probe: list[int]
+    reward: RewardInputs | None
+
+
 class PPOTrainer:
     """Runs PPO-family training on started processes.
 
     Args:
         cfg: a validated configuration.
         system: engines and model workers, models loaded.
-        rows: the prompt set.
-        eval_rows: the evaluation prompts, empty for none.
-        probe: a short text as token ids, scored by trainer and engines after each weight sync.
-        reward_inputs: what a reward model reads; None without one.
+        inputs: prompts and what else was read.
         logger: gets the metrics.
         console: gets what a person reads.
         dump: gets every rollout and evaluation; None for none.
@@ -76,10 +91,7 @@ class PPOTrainer:
         self,
         cfg: PPOConfig,
         system: PPOSystem,
-        rows: Sequence[PromptRow],
-        eval_rows: Sequence[PromptRow],
-        probe: Sequence[int],
-        reward_inputs: RewardInputs | None,
+        inputs: Inputs,
         logger: MetricsLogger,
         console: Console,
         dump: RolloutDumpWriter | None = None,
@@ -88,17 +100,16 @@ class PPOTrainer:
         self.system = system
         self.logger = logger
         self.console = console
-        self.reward_inputs = reward_inputs
+        self.inputs = inputs
         greedy = ADVANTAGE_ESTIMATORS.get(cfg.advantage_estimator).needs_baseline
-        self.stream = PromptStream(rows, cfg.seed, cfg.num_episodes, greedy)
+        self.stream = PromptStream(inputs.rows, cfg.seed, cfg.num_episodes, greedy)
         self.buffer = RolloutBuffer()
         self.kl = KLController(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
         self.sampling = training_sampling(cfg)
         self.dump = dump
-        self.evaluator = Evaluator(cfg, system.engines, eval_rows, console, dump)
+        self.evaluator = Evaluator(cfg, system.engines, inputs.eval_rows, console, dump)
         self.checkpoints = PPOCheckpoints(cfg, system)
-        self.probe = probe
-        self.total_rollouts = derive(cfg, len(rows)).num_rollouts
+        self.total_rollouts = derive(cfg, len(inputs.rows)).num_rollouts
         self.global_step = 0
         self._filter: GroupJudge | None = None
         if cfg.dynamic_sampling_filter_path:
@@ -178,9 +189,9 @@ class PPOTrainer:
         """Give the engines the actor's weights, and make sure that they have them; metrics of both."""
         with self.console.phase("weight sync"):
             with self._weights_may_change():
-                sync = self.system.sync_weights(self.probe, self.global_step)
+                sync = self.system.sync_weights(self.inputs.probe, self.global_step)
             timings = {f"timing/sync_{part}": seconds for part, seconds in sync.timings.items()}
-            return {**timings, **check_weights(self.cfg, self.system.engines, self.probe, sync)}
+            return {**timings, **check_weights(self.cfg, self.system.engines, self.inputs.probe, sync)}
 
     def _weights_may_change(self) -> AbstractContextManager[None]:
         """Around a transfer of weights; here nothing is generated meanwhile."""
@@ -259,8 +270,8 @@ class PPOTrainer:
         group = self.system.reward
         if group is None:
             return experience
-        assert self.reward_inputs is not None
-        sequences = self.reward_inputs(experience.rewarded)
+        assert self.inputs.reward is not None
+        sequences = self.inputs.reward(experience.rewarded)
         batches = forward_batches(sequences, data_parallel_size(self.cfg, len(group)), self.cfg)
         scores = sequence_outputs(batches, group.call("forward", per_rank=batches), len(sequences))
         return experience.with_scores(scores)

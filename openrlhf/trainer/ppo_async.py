@@ -161,8 +161,8 @@ class AsyncPPOTrainer(PPOTrainer):
     on generates these again, with the weights of the checkpoint.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._rollouts: AsyncRollouts | None = None
 
     @property

@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -36,7 +35,7 @@ from openrlhf.rollout.dump import RolloutDumpWriter
 from openrlhf.rollout.metrics import DEFAULT_SOURCE, eval_metric_names
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
-from openrlhf.trainer.ppo import PPOTrainer, probe_ids
+from openrlhf.trainer.ppo import Inputs, PPOTrainer, probe_ids
 from openrlhf.trainer.ppo_async import AsyncPPOTrainer
 from openrlhf.trainer.replay import ReplayTrainer, RolloutOnlyTrainer, replayed_files, replayed_steps
 from openrlhf.trainer.reward_inputs import RewardInputs
@@ -49,16 +48,6 @@ from openrlhf.workers.checkpoint_files import earlier_run, resume_tag
 from openrlhf.workers.custom_algorithms import load_custom_algorithms
 
 PROBE_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Everything read from files before a process is started."""
-
-    rows: Sequence[PromptRow]
-    eval_rows: Sequence[PromptRow]
-    probe: list[int]
-    reward: RewardInputs | None
 
 
 def read_inputs(cfg: PPOConfig) -> Inputs:
@@ -161,12 +150,12 @@ def _train(cfg: PPOConfig, console: Console) -> None:
         )
         try:
             with _dump_writer(cfg) as dump:
-                arguments = (cfg, system, inputs.rows, inputs.eval_rows, inputs.probe, inputs.reward, logger, console)
+                arguments = (cfg, system, inputs, logger, console, dump)
                 if files:
-                    ReplayTrainer(files, vocabulary_size(cfg.model_path), *arguments, dump=dump).fit()
+                    ReplayTrainer(files, vocabulary_size(cfg.model_path), *arguments).fit()
                 else:
                     trainer = RolloutOnlyTrainer if cfg.rollout_only else PPOTrainer
-                    (AsyncPPOTrainer if cfg.async_train else trainer)(*arguments, dump=dump).fit()
+                    (AsyncPPOTrainer if cfg.async_train else trainer)(*arguments).fit()
         finally:
             with interrupts.cleaning_up():
                 system.close()

@@ -40,8 +40,8 @@ class ReplayTrainer(PPOTrainer):
         arguments: those of :class:`PPOTrainer`.
     """
 
-    def __init__(self, files: Sequence[Path], vocabulary: int, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, files: Sequence[Path], vocabulary: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._files = files
         self._vocabulary = vocabulary
         self.total_rollouts = len(files)

@@ -23,6 +23,7 @@ from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, RewardClient
 from openrlhf.trainer.console import Console
 from openrlhf.trainer.metrics_log import MetricsLogger
+from openrlhf.trainer.ppo import Inputs
 from openrlhf.trainer.system import PPOSystem
 
 TOK = LetterTokenizer()
@@ -129,7 +130,8 @@ def config(folder: Path, **flags: Any) -> PPOConfig:
 def trainer_arguments(cfg: PPOConfig, pool: Pool, policy: Policy, prompts: list[PromptRow]) -> tuple[Any, ...]:
     """What a PPOTrainer takes, with the prompts as the evaluation set too."""
     system = PPOSystem(cfg, None, pool, policy, None, None, None)  # type: ignore[arg-type]
-    return (cfg, system, prompts, prompts, [10, 11], None, MetricsLogger(cfg, cfg.run_folder), Console())
+    inputs = Inputs(prompts, prompts, [10, 11], None)
+    return (cfg, system, inputs, MetricsLogger(cfg, cfg.run_folder), Console())
 
 
 class Calls:
