@@ -246,8 +246,7 @@ class PolicyWorker(TrainedWorker):
 
         outputs = self.engine(batch, temperature=self.cfg.temperature, entropy=self.objective.needs_entropy)
         check_finite(batch, outputs.logprobs, "the policy's log-probability")
-        result = self.objective(batch, step, outputs.logprobs, outputs.entropy, outputs.aux_loss)
-        return result.loss, result.metrics
+        return self.objective(batch, step, outputs.logprobs, outputs.entropy, outputs.aux_loss)
 
     # --- weight sync -----------------------------------------------------------------------------------------------
 
@@ -316,13 +315,11 @@ class CriticWorker(TrainedWorker):
         from openrlhf.models.loading import load_sequence_regression
         from openrlhf.models.logprobs import ValueModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
-        from openrlhf.workers.objectives import ValueObjective
         from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
 
         own = critic_options(cfg)
         # Rewards from elsewhere than a reward model are not normalised.
         normalize = cfg.normalize_reward and cfg.reward_pretrain is not None
-        self.objective = ValueObjective(cfg)
         path = cfg.critic_pretrain or cfg.model_path
         model = load_sequence_regression(path, cfg, head_prefix=cfg.value_head_prefix, init_head=path == cfg.model_path)
         return TrainEngine(
@@ -336,12 +333,11 @@ class CriticWorker(TrainedWorker):
         return self.engine(batch)
 
     def _loss(self, batch: MicroBatch, step: StepBatch) -> tuple[Any, MetricSum]:
-        from openrlhf.workers.objectives import check_finite
+        from openrlhf.workers.objectives import check_finite, value_objective
 
         values = self.engine(batch)
         check_finite(batch, values, "the critic's value")
-        result = self.objective(batch, step, values)
-        return result.loss, result.metrics
+        return value_objective(self.cfg, batch, step, values)
 
 
 def critic_options(cfg: PPOConfig) -> PPOConfig:

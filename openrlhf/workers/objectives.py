@@ -6,7 +6,7 @@ Columns of a micro-batch (each ``[N]``): ``action_mask``, ``advantages``, ``retu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from openrlhf.config import PPOConfig
 from openrlhf.workers.messages import StepBatch
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(NamedTuple):
     """Contribution of one micro-batch to the loss of its optimizer step, and its metrics.
 
     Metrics of kind ``step`` weigh a micro-batch by its share of the step's action tokens, so that the parts of one
@@ -132,21 +131,15 @@ class PolicyObjective:
         return Objective(loss, metrics)
 
 
-class ValueObjective:
-    """The clipped value loss of the critic."""
-
-    def __init__(self, cfg: PPOConfig) -> None:
-        self.clip = cfg.value_clip
-
-    def __call__(self, batch: MicroBatch, step: StepBatch, values: Tensor) -> Objective:
-        """Evaluate on one micro-batch; ``values`` is ``[N]``, with gradient."""
-        columns, mask = batch.columns, batch.columns["action_mask"]
-        per_token, token_metrics = value_loss(values, columns["old_values"], columns["returns"], mask, clip=self.clip)
-        loss = aggregate(per_token, mask, batch.cu_seqlens, "token-mean", step.denominators)
-        metrics = MetricSum()
-        metrics.add("critic_loss", loss, mask.sum() / max(step.denominators.tokens, 1), STEP)
-        metrics.add_tokens(token_metrics, mask)
-        return Objective(loss, metrics)
+def value_objective(cfg: PPOConfig, batch: MicroBatch, step: StepBatch, values: Tensor) -> Objective:
+    """The clipped value loss of the critic on one micro-batch; ``values`` is ``[N]``, with gradient."""
+    columns, mask = batch.columns, batch.columns["action_mask"]
+    per_token, token_metrics = value_loss(values, columns["old_values"], columns["returns"], mask, clip=cfg.value_clip)
+    loss = aggregate(per_token, mask, batch.cu_seqlens, "token-mean", step.denominators)
+    metrics = MetricSum()
+    metrics.add("critic_loss", loss, mask.sum() / max(step.denominators.tokens, 1), STEP)
+    metrics.add_tokens(token_metrics, mask)
+    return Objective(loss, metrics)
 
 
 def check_finite(batch: MicroBatch, values: Tensor, what: str) -> None:

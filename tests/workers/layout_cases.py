@@ -52,7 +52,7 @@ from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers.distributed import all_reduce_sum, init_distributed, shutdown  # noqa: E402
 from openrlhf.workers.messages import CUTS, StepBatch  # noqa: E402
 from openrlhf.workers.model_worker import CriticWorker, PolicyWorker  # noqa: E402
-from openrlhf.workers.objectives import PolicyObjective, ValueObjective  # noqa: E402
+from openrlhf.workers.objectives import PolicyObjective  # noqa: E402
 
 STAGES = (0, 2, 3)
 LONGEST = 44
@@ -158,7 +158,7 @@ ROLES = {
     ),
     "value": Role(
         Value,
-        ValueObjective,
+        lambda cfg: None,  # the value loss reads the configuration
         VALUE_COLUMNS,
         lambda cfg: load_sequence_regression(cfg.model_path, cfg, init_head=True),
         token_values,

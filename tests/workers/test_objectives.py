@@ -14,7 +14,7 @@ from openrlhf.batching.microbatch import MicroBatch, pack
 from openrlhf.config import PPOConfig
 from openrlhf.trainer.experience import POLICY_COLUMNS, VALUE_COLUMNS
 from openrlhf.workers.messages import StepBatch
-from openrlhf.workers.objectives import Objective, PolicyObjective, ValueObjective, check_finite, correction_settings
+from openrlhf.workers.objectives import Objective, PolicyObjective, check_finite, correction_settings, value_objective
 
 LENGTHS = (4, 3)
 MASK = torch.tensor([0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
@@ -160,7 +160,7 @@ def test_masked_positions_do_not_reach_the_critic(poison: float, column: str) ->
     def run(filler: float) -> tuple[Objective, Tensor]:
         columns = {name: poisoned(name, filler if name == column else -1.0) for name in VALUE_COLUMNS}
         micro, values = batch(**columns), logprobs()
-        return ValueObjective(PPOConfig())(micro, step(micro), values), values
+        return value_objective(PPOConfig(), micro, step(micro), values), values
 
     (clean, one), (dirty, other) = run(-1.0), run(poison)
     assert_same(clean, dirty, one, other)
@@ -186,7 +186,7 @@ def test_correction_flags_reach_the_loss() -> None:
 def test_value_loss_and_its_clip_fraction() -> None:
     micro = batch(old_values=torch.zeros(7), returns=torch.ones(7))
     values = torch.tensor([5.0, 1.0, 0.1, 0.0, 5.0, 5.0, 0.0], requires_grad=True)
-    result = ValueObjective(replace(PPOConfig(), value_clip=0.2))(micro, step(micro), values)
+    result = value_objective(replace(PPOConfig(), value_clip=0.2), micro, step(micro), values)
     # max of the plain and the clipped error: 0.8, 0.9, 1, 1 squared
     assert result.loss.item() == pytest.approx(0.5 * (0.64 + 0.81 + 1 + 1) / 8)
     assert result.metrics.values()["value_clip_ratio"] == 0.25
