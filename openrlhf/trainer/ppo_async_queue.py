@@ -170,17 +170,13 @@ class RolloutQueue:
     def ready(self) -> bool:
         """:meth:`take` would give the groups of the next step, or none because all data is used up."""
         episode, wanted = self._next_step()
-        waiting = self._buffer.groups
-        chosen = self._oldest(waiting, episode)[:wanted]
-        if len(chosen) < wanted:
+        if sum(group.item.epoch == episode for group in self._buffer.groups) < wanted:
             return False
-        if not self._in_flight:
-            return True
-        rest = [*self.in_flight, *(group.item for index, group in enumerate(waiting) if index not in chosen)]
         for later in range(self._limits.queue_size):
-            # What may be trained on in this step and the next `later` ones, and not after that.
+            # What runs and may be trained on in this step and the next `later` ones, and not after that. What waits
+            # beside it has room in them: were it as old, this step would take nothing newer.
             last_started = self._version - self._limits.queue_size + later
-            due = Counter(item.epoch for item in rest if self._started[item.group_id] <= last_started)
+            due = Counter(item.epoch for item in self.in_flight if self._started[item.group_id] <= last_started)
             if self._steps(due) > later:
                 return False
         return True
