@@ -51,9 +51,9 @@ def test_clipping_uses_old_log_probs_and_both_bounds() -> None:
     values = torch.full((7,), -1.0, requires_grad=True)
     ratio = torch.tensor([1.0, 1.5, 0.5, 1.1, 1.0, 1.0, 0.9])
     micro = batch(old_logprobs=-1.0 - ratio.log())
-    objective = PolicyObjective(replace(PPOConfig(), eps_clip_low_high=(0.2, 0.3)))
+    objective = PolicyObjective(replace(PPOConfig(), eps_clip_low_high=(0.1, 0.3)))
     result = objective(micro, step(micro), values)
-    expected = -(1.3 * 1.0 + 0.8 * -1.0 + 1.1 * 2.0 + 0.9 * 0.5) / 8
+    expected = -(1.3 * 1.0 + 0.9 * -1.0 + 1.1 * 2.0 + 0.9 * 0.5) / 8
     assert result.loss.item() == pytest.approx(expected)
     assert result.metrics.values()["ppo_clip_ratio"] == 0.5
 
@@ -110,6 +110,35 @@ def test_unbiased_gradient_of_the_kl_for_tokens_of_any_policy(
         assert logit.grad is not None
         gradient += share * float(logit.grad)
     assert gradient == pytest.approx(-0.25)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_kl_loss_is_of_the_policy_to_the_reference(estimator: str, unbiased: bool) -> None:
+    values, ref, old = logprobs(0), logprobs(1).detach(), logprobs(2).detach()
+    micro = batch(ref_logprobs=ref, old_logprobs=old)
+    cfg = replace(PPOConfig(), kl_estimator=estimator, kl_unbiased_gradient=unbiased)
+    with_kl, without = (PolicyObjective(cfg)(micro, step(micro, kl_coef=coef), values) for coef in (0.2, 0.0))
+    gap = (values - ref).detach()
+    kl = {"k1": gap, "k2": gap**2 / 2, "k3": (-gap).exp() - 1 + gap}[estimator]
+    slope = {"k1": torch.ones(7), "k2": gap, "k3": 1 - (-gap).exp()}[estimator]
+    if unbiased:  # the reverse KL's, by the importance of each token
+        slope = gap * (values - old).detach().exp()
+    assert (with_kl.loss - without.loss).item() == pytest.approx(0.2 * float(kl[MASK].sum()) / 8, abs=1e-7)
+    one, other = (torch.autograd.grad(result.loss, values)[0] for result in (with_kl, without))
+    torch.testing.assert_close(one - other, torch.where(MASK, 0.2 * slope / 8, 0.0), atol=1e-6, rtol=0)
+    for result in (with_kl, without):
+        assert result.metrics.values()["kl"] == pytest.approx(float(kl[MASK].mean()), abs=1e-6)
+
+
+def test_the_gap_between_trainer_and_engine_is_shown_without_a_correction_too() -> None:
+    micro, values = (
+        batch(old_logprobs=torch.full((7,), -1.0), rollout_logprobs=torch.linspace(-1.6, -1.0, 7)),
+        logprobs(),
+    )
+    figures = PolicyObjective(PPOConfig())(micro, step(micro), values).metrics.values()
+    assert figures["logprobs_diff"] == pytest.approx((0.5 + 0.4 + 0.3 + 0.0) / 4, abs=1e-6)
+    assert "vllm_kl" not in figures
 
 
 def test_router_loss_is_weighted_by_the_share_of_tokens() -> None:
@@ -176,6 +205,9 @@ def test_correction_flags_reach_the_loss() -> None:
         0.5,
         2.0,
     )
+    gated = replace(cfg, vllm_is_correction_type="seq-mask-tis", vllm_is_correction_gating="tv")
+    settings = correction_settings(gated)
+    assert settings is not None and (settings.level, settings.mode, settings.gating) == ("seq", "mask", "tv")
     values = torch.full((7,), -1.0, requires_grad=True)
     micro = batch(rollout_logprobs=torch.full((7,), -3.0))
     result = PolicyObjective(cfg)(micro, step(micro), values)
@@ -190,6 +222,9 @@ def test_value_loss_and_its_clip_fraction() -> None:
     # max of the plain and the clipped error: 0.8, 0.9, 1, 1 squared
     assert result.loss.item() == pytest.approx(0.5 * (0.64 + 0.81 + 1 + 1) / 8)
     assert result.metrics.values()["value_clip_ratio"] == 0.25
+    # This batch has 4 of the 8 action tokens of its step, and so half of the step's loss.
+    assert float(result.metrics["critic_loss"].weight) == 0.5
+    assert result.metrics.values()["critic_loss"] == pytest.approx(2 * result.loss.item())
 
 
 def test_an_infinite_output_is_named_by_sample_and_token() -> None:
@@ -200,3 +235,8 @@ def test_an_infinite_output_is_named_by_sample_and_token() -> None:
     values[6] = float("-inf")
     with pytest.raises(FloatingPointError, match=r"log-probability is not finite at 1 of 4 .* sample 1 token 2"):
         check_finite(micro, values, "the policy's log-probability")
+    first = pack([torch.arange(2)] * 2, {"action_mask": [torch.ones(2).bool()] * 2}, [1, 0])
+    with pytest.raises(
+        FloatingPointError, match=r"value is not finite at 2 of 4 .* sample 1 token 0, sample 0 token 0"
+    ):
+        check_finite(first, torch.tensor([float("nan"), 0.0, float("nan"), 0.0]), "the value")
