@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from openrlhf.config import SFTConfig
 from openrlhf.config.limits import SCHEDULERS
 from openrlhf.workers.muon import MuonSpec, hidden_matrices, orthogonalize
-from openrlhf.workers.optimizer import OptimizerSpec, SchedulerSpec, build_optimizer, build_scheduler, schedule
+from openrlhf.workers.optimizer import (
+    OptimizerSpec,
+    SchedulerSpec,
+    build_optimizer,
+    build_scheduler,
+    optimizer_spec,
+    schedule,
+)
 
 
 def rates(spec: SchedulerSpec, lr: float = 1.0, steps: int | None = None) -> list[float]:
@@ -87,6 +97,16 @@ def test_parts_of_steps_take_the_schedule_as_far_as_whole_ones(name: str, warmup
         assert seen[:6] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2] if name != "constant" else [2] * 6)
 
 
+def test_parts_add_up_to_whole_steps() -> None:
+    scheduler = build_scheduler(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), SchedulerSpec("linear", 9), 1.0
+    )
+    for _ in range(10):
+        scheduler.prepare(0.1)
+        scheduler.step()
+    assert scheduler.done == 1.0  # and not 0.9999999999999999
+
+
 def test_the_state_of_a_scheduler_of_torch_is_gone_on_from() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
     before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -127,6 +147,35 @@ def test_biases_and_norms_are_not_decayed() -> None:
     by_decay = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
     assert [tuple(p.shape) for p in by_decay[0.1]] == [(4, 3)]
     assert [tuple(p.shape) for p in by_decay[0.0]] == [(4,), (4,), (4,)]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_flags_of_the_optimizer_reach_it(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's kernel has the names of torch's AdamW; without adamw_mode it would decay by the gradient."""
+
+    class Kernel(torch.optim.AdamW):
+        def __init__(self, groups: Any, adamw_mode: bool = False, **options: Any) -> None:
+            assert adamw_mode
+            super().__init__(groups, **options)
+
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", Kernel)
+    cfg = SFTConfig(adam_betas=(0.8, 0.9), adam_eps=1e-5, l2=0.2)
+    optimizer = build_optimizer(nn.Linear(3, 4), optimizer_spec(cfg, 3e-4), offload)
+    assert isinstance(optimizer, Kernel) == offload
+    found = [(g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert found == [(3e-4, (0.8, 0.9), 1e-5, 0.2), (3e-4, (0.8, 0.9), 1e-5, 0.0)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_flags_of_muon_reach_it(dtype: str) -> None:
+    cfg = SFTConfig(
+        optim="muon", muon_lr=0.03, muon_momentum=0.7, muon_ns_steps=3, muon_nesterov=False, param_dtype=dtype
+    )
+    spec = optimizer_spec(cfg, 3e-4)
+    work = torch.float32 if dtype == "fp32" else torch.bfloat16
+    assert (spec.lr, spec.muon) == (3e-4, MuonSpec(0.03, 0.7, 3, False, work))
+    # What has no hidden matrix is AdamW's alone.
+    assert isinstance(build_optimizer(nn.LayerNorm(4), spec, offload=False), torch.optim.AdamW)
 
 
 def test_nothing_to_train() -> None:
