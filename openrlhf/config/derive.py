@@ -150,8 +150,9 @@ def prompt_limit(cfg: PPOConfig) -> int:
 def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
     """GPUs of each role that exists, in the order in which they are started, and of the whole job.
 
-    No reference model without a KL coefficient, no critic without GAE, no reward model when rewards come from a
-    function, a server or an agent; no engines when rollouts are loaded, and nothing else when only they are wanted.
+    No reference model without a KL coefficient, no critic without GAE, no reward model where rewards come from
+    elsewhere (`normalize` takes it out then); no engines when rollouts are loaded, and nothing else when only they
+    are wanted.
     """
     engines = cfg.vllm_num_engines * cfg.vllm_tensor_parallel_size
     if cfg.rollout_only:
@@ -161,7 +162,7 @@ def gpus_per_role(cfg: PPOConfig) -> tuple[dict[str, int], int]:
         gpus["ref"] = cfg.ref_num_nodes * cfg.ref_num_gpus_per_node
     if cfg.advantage_estimator == "gae":
         gpus["critic"] = cfg.critic_num_nodes * cfg.critic_num_gpus_per_node
-    if cfg.reward_pretrain and not (cfg.remote_rm_url or cfg.agent_func_path):
+    if cfg.reward_pretrain:
         gpus["reward"] = cfg.reward_num_nodes * cfg.reward_num_gpus_per_node
     if not cfg.load_rollouts:
         gpus["engine"] = engines

@@ -65,8 +65,6 @@ def test_nothing_shared() -> None:
     [
         ({"init_kl_coef": 0.0}, "ref"),
         ({"advantage_estimator": "rloo"}, "critic"),
-        ({"remote_rm_url": "reward.py"}, "reward"),
-        ({"agent_func_path": "agent.py"}, "reward"),
         ({"reward_pretrain": None}, "reward"),
     ],
 )
@@ -82,7 +80,7 @@ def test_half_a_run_has_half_of_the_roles() -> None:
 
 
 def test_shares_of_three_fit_into_one_device() -> None:
-    plan = plan_placement(config(colocate_all_models=True, advantage_estimator="rloo", remote_rm_url="r.py"), "GPU")
+    plan = plan_placement(config(colocate_all_models=True, advantage_estimator="rloo", reward_pretrain=None), "GPU")
     (group,) = plan.groups
     assert len(group.roles) == 3
     assert group.share == 0.33
@@ -97,7 +95,7 @@ def test_a_plan_that_fits() -> None:
     check_fits(plan_placement(config(colocate_all_models=True), "GPU"), [{"GPU": 4.0, "CPU": 32.0}])
     small = config(
         actor_num_gpus_per_node=2, vllm_tensor_parallel_size=1, init_kl_coef=0.0, advantage_estimator="rloo",
-        remote_rm_url="r.py",
+        reward_pretrain=None,
     )  # fmt: skip
     check_fits(plan_placement(small, "CPU"), [{"CPU": 2.0}])
 
@@ -135,6 +133,8 @@ def engines(count: int, size: int) -> PlacementPlan:
 def test_nodes_are_counted_in_whole_engines() -> None:
     node = {"GPU": 3.0, "CPU": 8.0}
     check_fits(engines(2, 2), [node, node])
+    # one node that is large enough suffices, up to the last device
+    check_fits(engines(1, 4), [{"GPU": size, "CPU": 8.0} for size in (2.0, 4.0)])
     with pytest.raises(PlacementError, match=r"each of 3 engine processes needs 2 devices of one node.*room for 2"):
         check_fits(engines(3, 2), [node, node])
     # of 4 + 2 devices two engines leave 2 to the models, of 3 + 3 as well
@@ -169,6 +169,21 @@ def test_the_devices_of_a_process_are_of_one_node() -> None:
 def test_devices_without_numbers() -> None:
     assert order_devices([("b", ()), ("a", ())], 2) == [(1, "a", ()), (1, "a", ()), (0, "b", ()), (0, "b", ())]
     assert order_devices([("a", ("3",)), ("a", ("1",))], 1) == [(1, "a", ("1",)), (0, "a", ("3",))]
+
+
+def test_devices_are_in_the_order_of_their_numbers() -> None:
+    assert order_devices([("a", ("10", "9"))], 2) == [(0, "a", ("9",)), (0, "a", ("10",))]
+
+
+def test_a_plan_is_described_by_groups() -> None:
+    plan = plan_placement(config(colocate_actor_ref=True), "GPU")
+    assert plan.describe().splitlines() == [
+        "  4 x GPU: actor 4, ref 4",
+        "  4 x GPU: critic 4",
+        "  4 x GPU: reward 4",
+        "  4 x GPU: engine 2x2",
+    ]
+    assert plan_placement(config(), "CPU").describe().startswith("  4 x CPU share (0.25 core): actor 4\n")
 
 
 def test_no_nodes_at_all() -> None:

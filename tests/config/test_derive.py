@@ -158,5 +158,7 @@ def test_rows_of_files(tmp_path: Path) -> None:
     assert count_rows(dpo(dataset=f"{first},{second}")) == 8
     assert count_rows(ppo(prompt_data=f"{first}, {second}", max_samples=4)) == 4
     assert count_rows(dpo(dataset=f"{first},org/data")) is None
+    for other in (write(tmp_path / "c.csv", "a\n1\n"), str(tmp_path)):
+        assert count_rows(dpo(dataset=f"{first},{other}")) is None
     assert count_rows(dpo(dataset=first, dataset_split="train[:50%]")) is None
     assert count_rows(dpo(dataset=f"{first},{second}", dataset_probs="0.5,0.5")) is None
