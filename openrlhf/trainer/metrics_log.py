@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,31 +27,34 @@ KINDS = ("train", "eval")
 RESERVED = ("kind", "step", "global_step", "time")
 """Names of a line's own."""
 _WANDB_START_SECONDS = 60
+CLOSE_SECONDS = 60.0
+"""How long each place that metrics go to may take to get the last of them, such as an upload that is under way."""
 
 
 class MetricsError(ExplainedError, OSError):
-    """Metrics can't be written."""
+    """Metrics can't be written where the flags say: told when a run starts, and never later."""
 
 
 class MetricsLogger:
     """Logs numbers by step. Only one process of a run makes one.
 
+    A place that can't be written to at the start is an error. Later no failure to log ends a run: lines that the file
+    has no room for are counted, and TensorBoard or W&B are given up, with one warning.
+
     Args:
         cfg: logging flags; ``wandb_run_name`` also names TensorBoard's sub-folder.
         run_dir: folder of ``metrics.jsonl``.
         goes_on: the lines of an earlier run are of this one, too; otherwise they are put aside.
+
+    Raises:
+        MetricsError: ``run_dir`` or TensorBoard's folder can't be written to.
     """
 
     def __init__(self, cfg: LoggingOptions, run_dir: str | Path, goes_on: bool = False) -> None:
         self._every = max(1, cfg.logging_steps)
         self._run_name = cfg.wandb_run_name or time.strftime("run_%m%dT%H:%M")
         folder = Path(run_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / METRICS_FILE
-        if not goes_on:
-            _put_aside(self._path)
-        # line buffering: a killed run has every line of the steps it finished
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)
+        self._lines = _Lines(folder / METRICS_FILE, goes_on)
         self._tensorboard = _open_tensorboard(cfg, self._run_name)
         self._wandb = _open_wandb(cfg, self._run_name, folder)
         self._samples: list[list[Any]] = []
@@ -73,18 +78,14 @@ class MetricsLogger:
         extra = self._under_free_names(extra_logs or {}, metrics)
         values = {name: float(value) for name, value in (*extra.items(), *metrics.items())}
         plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}) + "\n")
-        except OSError as error:
-            raise MetricsError(f"{self._path} can't be written: {error}. --run_dir chooses another place") from error
+        self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}))
         if kind == "train" and step % self._every:
             return
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
-        if self._wandb is not None:
-            named = {f"{kind}/{name}": value for name, value in values.items()}
-            self._send({**named, f"{kind}/global_step": step})
+        self._to_tensorboard(
+            lambda board: [board.add_scalar(f"{kind}/{name}", value, step) for name, value in values.items()]
+        )
+        named = {f"{kind}/{name}": value for name, value in values.items()}
+        self._to_wandb(lambda run: run.log({**named, f"{kind}/global_step": step}))
 
     def _under_free_names(self, extra: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
         taken = {name for name in extra if name in metrics or name in RESERVED}
@@ -95,33 +96,99 @@ class MetricsLogger:
 
     def log_text(self, step: int, text: str, reward: float) -> None:
         """Log a generated sample: a row of the W&B table ``train/generated_samples``, text in TensorBoard."""
-        if self._tensorboard is not None:
-            self._tensorboard.add_text("train/generated_samples", f"{text}\n\nreward: {reward:.4g}", step)
         if self._wandb is not None:
-            import wandb
-
             self._samples.append([step, text, reward])
-            # a logged table can't be extended, so each is made anew from all rows
-            table = wandb.Table(columns=["global_step", "text", "reward"], data=list(self._samples))
-            self._send({"train/generated_samples": table, "train/global_step": step})
+        shown = f"{text}\n\nreward: {reward:.4g}"
+        self._to_tensorboard(lambda board: board.add_text("train/generated_samples", shown, step))
+        self._to_wandb(lambda run: run.log({"train/generated_samples": self._table(), "train/global_step": step}))
 
-    def _send(self, values: dict[str, Any]) -> None:
+    def _table(self) -> Any:
+        """A logged table can't be extended, so each is made anew from all rows."""
         import wandb
 
-        try:
-            self._wandb.log(values)
-        except (wandb.Error, OSError) as error:
-            logger.warning("W&B does not take metrics any more (%s); the run goes on without it", error)
-            self._wandb = None
+        return wandb.Table(columns=["global_step", "text", "reward"], data=list(self._samples))
+
+    def _to_tensorboard(self, write: Callable[[Any], object]) -> None:
+        self._tensorboard = _written("TensorBoard", self._tensorboard, write)
+
+    def _to_wandb(self, write: Callable[[Any], object]) -> None:
+        self._wandb = _written("W&B", self._wandb, write)
 
     def close(self) -> None:
-        """Flush and close everything."""
-        with suppress(OSError):  # what could not be written is tried once more, after the run failed because of it
-            self._file.close()
+        """Flush and close everything; what fails or takes too long is told, and left."""
+        self._lines.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            _close("TensorBoard", self._tensorboard.close)
         if self._wandb is not None:
-            self._wandb.finish()
+            _close("W&B", self._wandb.finish)
+
+
+class _Lines:
+    """The JSON-lines file. A line is there when :meth:`write` returns, whole or not at all."""
+
+    def __init__(self, path: Path, goes_on: bool) -> None:
+        self._path = path
+        self._missing = 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not goes_on:
+                _put_aside(path)
+            # unbuffered: a killed run has every line of the steps it finished, and what failed is not tried again
+            self._file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise MetricsError(f"{path} can't be written: {error}. --run_dir chooses another place") from error
+
+    def write(self, line: str) -> None:
+        """Add a line; where there is no room, it is counted instead."""
+        rest = memoryview((line + "\n").encode())
+        try:
+            end = os.fstat(self._file.fileno()).st_size
+            while rest:
+                rest = rest[self._file.write(rest) or 0 :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)  # a full disk takes a part
+            self._missing += 1
+            if self._missing == 1:
+                logger.warning("%s can't be written: %s. The run goes on; lines will be missing", self._path, error)
+
+    def close(self) -> None:
+        if self._missing:
+            logger.warning("%s lacks %d lines that could not be written", self._path, self._missing)
+        with suppress(OSError):  # some file systems tell here of earlier writes
+            self._file.close()
+
+
+def _written(name: str, place: Any, write: Callable[[Any], object]) -> Any:
+    """Write to a place of metrics, if there is one; returns it, or None when it does not take any more."""
+    if place is None:
+        return None
+    try:
+        write(place)
+    except Exception as error:  # whatever it is, the run matters more
+        logger.warning("%s does not take metrics any more (%s); the run goes on without it", name, error)
+        return None
+    return place
+
+
+def _close(name: str, close: Callable[[], object]) -> None:
+    """Close a place of metrics, in a thread that is left behind when it does not come to an end."""
+    closed: Future[object] = Future()
+
+    def work() -> None:
+        try:
+            closed.set_result(close())
+        except BaseException as error:
+            closed.set_exception(error)
+
+    threading.Thread(target=work, name=f"close {name}", daemon=True).start()
+    try:
+        error = closed.exception(CLOSE_SECONDS)
+    except TimeoutError:
+        logger.warning("%s did not end within %g s; its last metrics may be missing there", name, CLOSE_SECONDS)
+        return
+    if error is not None:
+        logger.warning("%s could not be closed (%s); its last metrics may be missing there", name, error)
 
 
 def _put_aside(path: Path) -> None:
@@ -148,17 +215,21 @@ def _open_tensorboard(cfg: LoggingOptions, run_name: str) -> Any:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(log_dir=os.path.join(cfg.use_tensorboard, run_name))
+    folder = os.path.join(cfg.use_tensorboard, run_name)
+    try:
+        return SummaryWriter(log_dir=folder)
+    except OSError as error:
+        raise MetricsError(f"--use_tensorboard: {folder} can't be written: {error}") from error
 
 
 def _open_wandb(cfg: LoggingOptions, run_name: str, folder: Path) -> Any:
     """A W&B run; None when it is not asked for, or can't be started in a minute (which is said)."""
     if not cfg.use_wandb:
         return None
-    import wandb
-
     offline = os.environ.get("WANDB_MODE", "") in ("offline", "disabled", "dryrun")
     try:
+        import wandb
+
         if not offline and not wandb.api.api_key:
             wandb.login(key=cfg.use_wandb, timeout=_WANDB_START_SECONDS)
         run = wandb.init(
@@ -169,13 +240,23 @@ def _open_wandb(cfg: LoggingOptions, run_name: str, folder: Path) -> Any:
             dir=str(folder),
             config=public_config(cfg),
             reinit="finish_previous",
-            settings=wandb.Settings(init_timeout=_WANDB_START_SECONDS, console="off"),
+            settings=_wandb_settings(),
         )
-    except (wandb.Error, ValueError, OSError, TimeoutError) as error:
+        for kind in KINDS:
+            run.define_metric(f"{kind}/global_step")
+            run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step", step_sync=True)
+    except Exception as error:
         reason = str(error).replace(cfg.use_wandb, "***")
         logger.warning("W&B could not be started (%s); the run goes on without it", reason)
         return None
-    for kind in KINDS:
-        run.define_metric(f"{kind}/global_step")
-        run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step", step_sync=True)
     return run
+
+
+def _wandb_settings() -> Any:
+    import wandb
+
+    settings: dict[str, Any] = {"init_timeout": _WANDB_START_SECONDS, "console": "off"}
+    if "finish_timeout" in getattr(wandb.Settings, "model_fields", ()):  # releases from before it wait for ever
+        # A little less than close() waits: then W&B itself gives up, and does not hold up the end of the process.
+        settings["finish_timeout"] = 0.9 * CLOSE_SECONDS
+    return wandb.Settings(**settings)

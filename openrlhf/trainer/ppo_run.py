@@ -136,11 +136,11 @@ def _train(cfg: PPOConfig, console: Console) -> None:
     if not cfg.load_checkpoint and (told := earlier_run(Path(cfg.ckpt_path) / "_actor")):
         console.say(told)
     run_dir = Path(cfg.run_folder)
-    log_dir = (run_dir / "logs").absolute()
-    log_dir.mkdir(parents=True, exist_ok=True)
+    logger = MetricsLogger(cfg, run_dir, goes_on=resumes)  # raises where the folder can't be written to
     console.say(f"Metrics and the logs of all processes are in {run_dir}")
-    logger = MetricsLogger(cfg, run_dir, goes_on=resumes)
     try:
+        log_dir = (run_dir / "logs").absolute()
+        log_dir.mkdir(parents=True, exist_ok=True)
         system = start_system(
             cfg,
             actor_steps=max(1, actor_steps),

@@ -221,11 +221,11 @@ class SupervisedTrainer(ABC):
             while step < self.steps:
                 step += 1
                 self._step(step)
+            self.checkpoints.save_final(self.hf_config())  # before anything that has to do with metrics
+            self.console.say(f"done: the model is in {self.cfg.save_path}")
         finally:
             if self.logger is not None:
                 self.logger.close()
-        self.checkpoints.save_final(self.hf_config())
-        self.console.say(f"done: the model is in {self.cfg.save_path}")
 
     def _step(self, step: int) -> None:
         epoch = self.order.epoch

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from openrlhf.config import SFTConfig
+from openrlhf.trainer import metrics_log
 from openrlhf.trainer.metrics_log import METRICS_FILE, MetricsError, MetricsLogger, public_config
 
 KEY = "wandb-key-0123456789"
@@ -45,13 +49,105 @@ def test_another_run_in_the_same_folder_has_a_file_of_its_own(tmp_path: Path, ca
     assert "which are now in metrics.2.jsonl" in caplog.text
 
 
+class Disk:
+    """Stands for an open file; the disk has room for so many more bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self._file, self.room = file, room
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self._file.write(data[: self.room])
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_full_disk_costs_lines_which_are_counted_and_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logger = MetricsLogger(SFTConfig(), tmp_path)
+    logger.log("train", 1, {"gpt_loss": 1.0})
+    disk: Any = Disk(logger._lines._file, room=20)
+    logger._lines._file = disk
+    logger.log("train", 2, {"gpt_loss": 2.0})  # twenty bytes of it find room
+    logger.log("train", 3, {"gpt_loss": 3.0})
+    disk.room = 10**6
+    logger.log("train", 4, {"gpt_loss": 4.0})
+    logger.close()
+    assert [(line["step"], line["gpt_loss"]) for line in lines(tmp_path)] == [(1, 1.0), (4, 4.0)]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and told[1].endswith("metrics.jsonl lacks 2 lines that could not be written")
+    assert "No space left on device. The run goes on; lines will be missing" in told[0]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     logger = MetricsLogger(SFTConfig(), tmp_path)
-    with pytest.raises(MetricsError, match=r"metrics.jsonl can't be written: .*No space left.*--run_dir"):
-        logger.log("train", 1, {"gpt_loss": 1.0})
+    for step in range(3):
+        logger.log("train", step, {"gpt_loss": 1.0})
     logger.close()
+    assert caplog.text.count("No space left") == 1 and "lacks 3 lines" in caplog.text
+
+
+def test_folders_that_can_not_be_written_to_are_told_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MetricsError, match=r"file/run/metrics.jsonl can't be written: .*--run_dir chooses another"):
+        MetricsLogger(SFTConfig(), tmp_path / "file" / "run")
+    with pytest.raises(MetricsError, match=r"--use_tensorboard: .*file/r can't be written"):
+        MetricsLogger(SFTConfig(use_tensorboard=str(tmp_path / "file"), wandb_run_name="r"), tmp_path)
+
+
+def test_tensorboard_without_room_is_given_up_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = MetricsLogger(SFTConfig(use_tensorboard=str(tmp_path / "tb")), tmp_path)
+    board = logger._tensorboard
+
+    def refuse(self: RecordWriter, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", refuse)
+    monkeypatch.setattr("threading.excepthook", lambda told: None)
+    for step in range(20):
+        logger.log("train", step, {"gpt_loss": 1.0})
+        logger.log_text(step, "hello", 0.5)
+        if logger._tensorboard is not None:
+            board.file_writer.event_writer._async_writer._worker.join(1.0)  # writes, and fails, in its thread
+    logger.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoard does not take metrics any more ([Errno 28] No space left on device); the run goes on without it"
+    ]
+    assert len(lines(tmp_path)) == 20
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_what_fails_or_hangs_in_closing_is_told(
+    tmp_path: Path,
+    wandb: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hangs: bool,
+) -> None:
+    logger = MetricsLogger(SFTConfig(use_wandb=KEY, use_tensorboard=str(tmp_path / "tb")), tmp_path)
+    over = threading.Event()
+
+    def end() -> None:
+        if hangs:
+            over.wait(60)
+        raise wandb.Error("the service process is busy")
+
+    monkeypatch.setattr(metrics_log, "CLOSE_SECONDS", 0.1 if hangs else 60.0)
+    monkeypatch.setattr(logger._tensorboard, "close", end)
+    monkeypatch.setattr(wandb.run, "finish", end)
+    logger.close()
+    over.set()
+    why = "did not end within 0.1 s" if hangs else "could not be closed (the service process is busy)"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name} {why}; its last metrics may be missing there" for name in ("TensorBoard", "W&B")
+    ]
 
 
 def test_extra_logs_replace_no_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

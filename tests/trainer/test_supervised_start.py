@@ -1,7 +1,9 @@
-"""What a supervised run does with an earlier one's checkpoints and metrics, and with a reference model's memory."""
+"""What a supervised run does with an earlier one's checkpoints and metrics, with a reference model's memory, and with
+its own model at the end."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 from openrlhf.algorithms.metrics import MetricSum
 from openrlhf.config import SFTConfig
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.trainer import checkpoint, reference
+from openrlhf.trainer import checkpoint, metrics_log, reference
 from openrlhf.trainer.supervised import SupervisedTrainer
 from openrlhf.workers.checkpoint_files import finish_checkpoint, writing_tag
 from openrlhf.workers.distributed import World
@@ -29,8 +31,11 @@ class Engine:
         self.step_count = 3
         return {"order": ResumableOrder(ROWS, 42).state_dict()}
 
-    def save_hf(self, *_: Any) -> None:
+    def train(self) -> None:
         pass
+
+    def save_hf(self, path: str, *_: Any) -> None:
+        Path(path).mkdir(exist_ok=True)
 
 
 class Trainer(SupervisedTrainer):
@@ -46,14 +51,19 @@ class Trainer(SupervisedTrainer):
         return {}
 
 
+def trainer(folder: Path, steps: int = 0, **flags: Any) -> Trainer:
+    """A run over eight rows."""
+    cfg = SFTConfig(ckpt_path=str(folder), run_dir=str(folder / "run"), save_path=str(folder / "model"), seed=42)
+    parts: Any = (dataclasses.replace(cfg, **flags), World(0, 1, 0), Engine(), None)
+    return Trainer(*parts, data=range(ROWS), eval_data=None, steps=steps)
+
+
 def start(folder: Path, load_checkpoint: bool) -> list[str]:
     """Names of the metrics files after a run in a folder that has those of an earlier one."""
     run = folder / "run"
     run.mkdir(exist_ok=True)
     (run / "metrics.jsonl").write_text("{}\n")
-    cfg = SFTConfig(ckpt_path=str(folder), run_dir=str(run), seed=42, load_checkpoint=load_checkpoint)
-    parts: Any = (Engine(), None)
-    Trainer(cfg, World(0, 1, 0), *parts, data=range(ROWS), eval_data=None, steps=0).fit()
+    trainer(folder, load_checkpoint=load_checkpoint).fit()
     return sorted(file.name for file in run.glob("*.jsonl"))
 
 
@@ -86,6 +96,24 @@ def test_metrics_are_continued_only_with_a_checkpoint(tmp_path: Path, caplog: py
     write_checkpoint(tmp_path)
     assert start(tmp_path, load_checkpoint=True) == ["metrics.1.jsonl", "metrics.jsonl"], "continued"
     assert start(tmp_path, load_checkpoint=False) == ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+
+
+def test_the_model_is_saved_before_a_logger_can_fail_or_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[bool] = []
+
+    class Run:
+        """Stands for a W&B run whose upload fails."""
+
+        def finish(self) -> None:
+            saved.append((tmp_path / "model").exists())
+            raise ConnectionResetError("the service is gone")
+
+    monkeypatch.setattr(metrics_log, "_open_wandb", lambda *_: Run())
+    trainer(tmp_path).fit()
+    assert saved == [True]
+    with pytest.raises(AssertionError, match="no step is left"):  # and not what the logger has to say
+        trainer(tmp_path, steps=1).fit()
+    assert len(saved) == 2
 
 
 def test_a_reference_model_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
