@@ -13,6 +13,7 @@ from openrlhf.config import PPOConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.image_prompts import placeholder_text, row_images, undecoded, with_image_parts
 from openrlhf.datasets.sources import DataError, load_rows, require_columns, text_columns
+from openrlhf.utils.first_ids import first_ids, last_ids
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -84,9 +85,9 @@ def build_prompts(
     """Turn rows into prompts.
 
     Args:
-        max_prompt_tokens: longer prompts lose their beginning (``--prompt_overlong cut``) or are left out (``drop``,
-            and prompts with images); both are counted in a warning. An image counts as one placeholder here; its
-            tokens are counted when it is read.
+        max_prompt_tokens: longer prompts lose their beginning behind BOS (``--prompt_overlong cut``) or are left out
+            (``drop``, and prompts with images); both are counted in a warning. An image counts as one placeholder here;
+            its tokens are counted when it is read.
         image_placeholder: what stands for an image in the model's prompts; None leaves images out of account.
 
     Raises:
@@ -121,7 +122,7 @@ def build_prompts(
                 dropped += 1
                 continue
             cut += 1
-            ids = ids[len(ids) - max_prompt_tokens :]
+            ids = last_ids(tokenizer, ids, max_prompt_tokens)
         prompts.append(
             PromptRow(
                 prompt_id=index,
@@ -184,4 +185,4 @@ def _prompt(
         text = texts.prompt_text(tokenizer, value, where, tools)
         return text, texts.encode_rendered(tokenizer, text)
     text = texts.apply_template(cfg.input_template, texts.plain_text(value, where, cfg.input_key))
-    return text, texts.encode(tokenizer, text)
+    return text, first_ids(tokenizer, text)

@@ -19,6 +19,7 @@ from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, require_columns
 from openrlhf.datasets.tokenized import counted, tokenize_rows
 from openrlhf.utils.continued import continued_ids
+from openrlhf.utils.first_ids import first_ids
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -242,7 +243,7 @@ def tokenize_sft_row(
     where = f"{source}, row {index}"
     texts.require_values(row, style.columns, where)
     if style.pretrain_mode:
-        ids = texts.encode(tokenizer, texts.plain_text(row[style.input_key], where, style.input_key))
+        ids = first_ids(tokenizer, texts.plain_text(row[style.input_key], where, style.input_key))
         return _finish(ids, [True] * len(ids), style.max_len, EMPTY_PROMPT)
     if style.apply_chat_template:
         return _chat(row, style, tokenizer, where)
@@ -258,8 +259,8 @@ def tokenize_sft_row(
 
 def _prompt_and_response(prompt: str, response: str, style: SFTFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:
     """The prompt is tokenised as at generation time; the response goes on from there."""
-    head = texts.encode(tokenizer, prompt)
-    whole = texts.encode(tokenizer, prompt + response)
+    head = first_ids(tokenizer, prompt)
+    whole = first_ids(tokenizer, prompt + response)
     if whole[: len(head)] == head and len(whole) > len(head):
         tail = whole[len(head) :]
     else:  # a token would straddle the border, which can't happen when the model continues the prompt

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.datasets.sources import DataError
 from openrlhf.utils.continued import encode_continued
+from openrlhf.utils.first_ids import adds_bos, last_ids
 
 Message = dict[str, Any]
 
@@ -22,25 +23,6 @@ _ROLES = {
 
 # what a template's own words, or what it does with a message that it doesn't expect, raise
 _REFUSALS = (TemplateError, TypeError, KeyError)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text that starts a sequence: with BOS once, where the tokenizer uses one, and without EOS."""
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    bos = tokenizer.bos_token_id
-    if bos is not None and adds_bos(tokenizer) and (not ids or ids[0] != bos):
-        ids.insert(0, bos)
-    return ids
-
-
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer puts BOS before a text by itself."""
-    known = tokenizer.__dict__.get("_openrlhf_adds_bos")
-    if known is None:
-        probe = tokenizer("a", add_special_tokens=True)["input_ids"]
-        known = bool(probe) and probe[0] == tokenizer.bos_token_id
-        tokenizer.__dict__["_openrlhf_adds_bos"] = known
-    return known
 
 
 def apply_template(template: str | None, text: str) -> str:
@@ -214,9 +196,7 @@ def end_scored(
     """
     room = max_len - 1
     left = (side or tokenizer.truncation_side) == "left"
-    kept = list(ids[max(0, len(ids) - room) :] if left else ids[:room])
-    if kept and adds_bos(tokenizer):
-        kept[0] = int(ids[0])
+    kept = last_ids(tokenizer, ids, room) if left else list(ids[:room])
     return [*kept, int(tokenizer.eos_token_id)], len(ids) > room
 
 

@@ -17,6 +17,7 @@ from openrlhf.rollout.rewards.base import as_list, finite_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
 from openrlhf.rollout.usercode import run_in_thread
 from openrlhf.utils.continued import continued_ids
+from openrlhf.utils.first_ids import first_ids, last_ids
 from openrlhf.utils.images import ImageError
 
 _STEP_KEYS = (
@@ -281,15 +282,15 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 def _first_ids(
     text: str, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
 ) -> tuple[list[int], list[PlacedImage]]:
-    """Ids of the first observation, cut from the left so that there is room for an answer, and its images."""
+    """Ids of the first observation, cut behind BOS so that there is room for an answer, and its images."""
     known = getattr(llm_engine, "prompt_token_ids", None)
     placed = list(getattr(llm_engine, "placed", ()))
     if known and text == prompt and prompt == getattr(llm_engine, "prompt_text", None):
         return list(known), placed
-    ids = list(hf_tokenizer.encode(text, add_special_tokens=False))
+    ids = first_ids(hf_tokenizer, text, like=known or ())
     limit = max(1, max_length - (sampling_params.max_tokens or 1))
     if not placed:
-        return ids[-limit:], []
+        return last_ids(hf_tokenizer, ids, limit), []
     name = getattr(llm_engine, "name", "sample")
     try:
         ids, placed = llm_engine.images.place(ids, [image.data for image in placed])

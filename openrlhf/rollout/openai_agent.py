@@ -22,6 +22,7 @@ from openrlhf.rollout.agents import AgentExecutorBase, Episode
 from openrlhf.rollout.errors import AgentError, EngineError
 from openrlhf.rollout.openai_wire import Refused, ToolReply, chat_message, plain_messages, reply_body, stream_lines
 from openrlhf.utils.continued import continued_ids
+from openrlhf.utils.first_ids import first_ids
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,13 @@ class _Session:
     tool_replies: dict[str, ToolReply] = field(default_factory=dict)
     last: _Conversation | None = None
 
-    async def complete(self, text: str, limit: int | None, stop: list[str]) -> tuple[Any, int]:
-        """Samples a continuation of `text`; returns the completion and the number of prompt tokens."""
-        conversation, new = self._continued(text)
+    async def complete(self, text: str, limit: int | None, stop: list[str], *, chat: bool) -> tuple[Any, int]:
+        """Samples a continuation of `text`; returns the completion and the number of prompt tokens.
+
+        Args:
+            chat: a chat template made the text.
+        """
+        conversation, new = self._continued(text, chat=chat)
         start = len(conversation.ids) + len(new)
         room = self.max_length - start
         if room <= 0:
@@ -77,13 +82,22 @@ class _Session:
         self.last = conversation
         return output, start
 
-    def _continued(self, text: str) -> tuple[_Conversation, list[int]]:
+    def _continued(self, text: str, *, chat: bool) -> tuple[_Conversation, list[int]]:
         """The conversation that `text` continues, a new one if there is none, and the ids that come new."""
         fitting = [c for c in self.conversations if c.ranges and not c.busy and text.startswith(c.text)]
         if not fitting:
-            return _Conversation([], "", []), list(self.tokenizer.encode(text, add_special_tokens=False))
+            return _Conversation([], "", []), self._begun(text, chat)
         conversation = max(fitting, key=lambda c: len(c.text))
         return conversation, continued_ids(self.tokenizer, text[len(conversation.text) :])
+
+    def _begun(self, text: str, chat: bool) -> list[int]:
+        """Ids of a new conversation: the prompt's own text has the prompt's own ids."""
+        prompt = list(getattr(self.engine, "prompt_token_ids", ()))
+        if prompt and text == self.engine.prompt_text:
+            return prompt
+        if chat:  # the template has put every special token in
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return first_ids(self.tokenizer, text, like=prompt)
 
 
 class OpenAIAgentExecutor(AgentExecutorBase):
@@ -197,7 +211,8 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             stop = body.get("stop") or []
             text = text_of(body, session)
-            output, used = await session.complete(text, limit, [stop] if isinstance(stop, str) else stop)
+            stops = [stop] if isinstance(stop, str) else stop
+            output, used = await session.complete(text, limit, stops, chat=chat)
         except (Refused, AgentError, json.JSONDecodeError) as error:
             return _error(400, "invalid_request_error", error)
         except EngineError as error:  # the engine's record of it ends the episode, whatever the client does

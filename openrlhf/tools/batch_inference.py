@@ -27,6 +27,7 @@ from openrlhf.tools.loading import LoadSettings, use_modelscope
 from openrlhf.tools.post_process import Row, post_process
 from openrlhf.tools.scoring import RewardScorer
 from openrlhf.utils.files import atomic_file
+from openrlhf.utils.first_ids import first_ids, last_ids
 from openrlhf.utils.logging import get_logger
 from openrlhf.utils.process import seed_process
 from openrlhf.workers.distributed import World, init_distributed, shutdown
@@ -97,7 +98,7 @@ def prompts_to_generate(
     """Each prompt with its text and ids as the engine gets them: cut, and with what ``--enable_csft`` adds."""
     # It reads the flags of prompts only, which this command has under the same names.
     prompts = build_prompts(rows, cast(PPOConfig, cfg), tokenizer, cfg.prompt_max_len, str(cfg.dataset))
-    encode = texts.encode_rendered if cfg.apply_chat_template else texts.encode
+    encode = texts.encode_rendered if cfg.apply_chat_template else first_ids
     result = []
     for prompt in prompts:
         text, ids = prompt.text, prompt.token_ids
@@ -105,8 +106,10 @@ def prompts_to_generate(
             text = f"{text} {cfg.csft_prompt.strip()} "
         if cfg.enable_csft or len(ids) == cfg.prompt_max_len:
             whole = encode(tokenizer, text)
-            ids = whole[-cfg.prompt_max_len :]
-            text = text if ids == whole else str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+            ids = last_ids(tokenizer, whole, cfg.prompt_max_len)
+            if ids != whole:
+                unwritten = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
+                text = str(tokenizer.decode(ids[unwritten:], clean_up_tokenization_spaces=False))
         result.append((prompt, text, ids))
     return result
 

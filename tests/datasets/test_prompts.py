@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_cases import letters, write_jsonl
+from data_cases import BOS_TEMPLATE, CHATML, letters, write_jsonl
+from datasets import Dataset
 
-from openrlhf.config import PPOConfig
+from openrlhf.config import PPOConfig, build
 from openrlhf.datasets.prompts import PromptRow, load_prompts
 from openrlhf.datasets.sources import DataError
+from openrlhf.tools.batch_inference import prompts_to_generate
 
 
 def prompts(path: Path, rows: list[dict[str, Any]], max_tokens: int = 100, **changes: Any) -> list[PromptRow]:
@@ -81,6 +83,36 @@ def test_long_prompts_lose_their_beginning_or_are_dropped(tmp_path: Path) -> Non
     assert [(p.prompt_id, p.text) for p in dropped] == [(1, "xy")]
     with pytest.raises(DataError, match="all 2 prompts are longer than 1 tokens"):
         prompts(tmp_path, rows, max_tokens=1, prompt_overlong="drop")
+
+
+@pytest.mark.parametrize(
+    "flags, template, kept",
+    [
+        ({}, None, ["<bos>cdef", "<bos>xy"]),
+        ({"apply_chat_template": True}, BOS_TEMPLATE, ["<bos>[a]", "<bos>[a]"]),
+        ({"apply_chat_template": True}, CHATML, ["ant\n", "ant\n"]),
+    ],
+)
+def test_prompts_that_are_cut_keep_their_bos(
+    tmp_path: Path, flags: dict[str, Any], template: str | None, kept: list[str]
+) -> None:
+    tokenizer = letters(template, adds_bos=True)
+    limit = 5 if not flags else 4
+    cut = prompts(tmp_path, [{"input": "abcdef"}, {"input": "xy"}], max_tokens=limit, tokenizer=tokenizer, **flags)
+    assert [tokenizer.decode(p.token_ids) for p in cut] == kept
+
+
+@pytest.mark.parametrize("more, suffix", [({}, ""), ({"enable_csft": True, "csft_prompt": "="}, " = ")])
+def test_prompts_of_a_batch_that_are_cut_keep_their_bos(more: dict[str, Any], suffix: str) -> None:
+    flags = {"eval_task": "generate_vllm", "pretrain": "m", "dataset": "d", "output_path": "o", "prompt_max_len": 8}
+    data = Dataset.from_list([{"input": "12"}, {"input": "12345678"}])
+    ends = ["12" + suffix, ("12345678" + suffix)[-7:]]
+    tokenizer = letters(None, adds_bos=True)
+    told = prompts_to_generate(build("batch_inference", **flags, **more), data, tokenizer)
+    assert [tokenizer.decode(ids) for _, _, ids in told] == ["<bos>" + end for end in ends]
+    assert [text for _, text, _ in told] == ends
+    told = prompts_to_generate(build("batch_inference", **flags, **more, input_template="<bos>{}"), data, tokenizer)
+    assert [text for _, text, _ in told] == [tokenizer.decode(ids) for _, _, ids in told] == ["<bos>" + e for e in ends]
 
 
 def test_labels_stay_with_their_prompts_when_one_between_them_is_dropped(

@@ -101,8 +101,8 @@ def test_what_is_new_goes_on_without_a_blank(monkeypatch: pytest.MonkeyPatch) ->
     start = TOK.encode("User: a")
     known = _Conversation(start, "User: a", [0.0] * len(start), [(0, 1)])
     session = _Session(None, 99, TOK, None, [known])
-    assert session._continued("User: abb") == (known, TOK.encode("bb")[1:])
-    assert session._continued("other")[1] == TOK.encode("other")
+    assert session._continued("User: abb", chat=True) == (known, TOK.encode("bb")[1:])
+    assert session._continued("other", chat=True)[1] == TOK.encode("other")
 
 
 def test_turns_continue_the_sampled_ids() -> None:
