@@ -7,7 +7,7 @@ Index ``t`` of every per-token column describes token ``t`` of the packed ids. S
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -67,15 +67,6 @@ class MicroBatch:
             self.sequence_index.to(device),
             self.images,
         )
-
-    def with_columns(self, **columns: Tensor) -> MicroBatch:
-        """The same micro-batch with per-token columns added or replaced (each ``[N]``)."""
-        for name, column in columns.items():
-            if column.shape != self.input_ids.shape:
-                raise ValueError(
-                    f"column {name!r} has shape {tuple(column.shape)}, but the micro-batch has {self.num_tokens} tokens"
-                )
-        return replace(self, columns={**self.columns, **columns})
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """Cut a ``[N, ...]`` tensor into one view for each sequence, in packed order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +46,9 @@ def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int =
         explicit: the flags that someone gave a value.
         world_size: ranks of the job, for the commands that a launcher starts once a rank.
     """
-    violations = list(check_limits(cfg))
-    violations += _check_required(cfg)
-    violations += _check_models(cfg)
-    violations += _check_template(cfg)
-    violations += _check_packages(cfg)
-    violations += _check_data(cfg)
-    if isinstance(cfg, LoadOptions):
-        violations += _check_loading(cfg)
-    if isinstance(cfg, DeepSpeedOptions):
-        violations += _check_precision(cfg)
-        violations += _check_heads(cfg)
-    if isinstance(cfg, TrainerOptions):
-        violations += _check_folders(cfg)
-        violations += _check_adapter_folders(cfg)
-    if isinstance(cfg, ConvertConfig):
-        violations += _check_conversion(cfg)
-    if isinstance(cfg, BatchInferenceConfig):
-        violations += _check_batch_inference(cfg)
-    if isinstance(cfg, RewardTestConfig):
-        violations += _check_reward_test(cfg)
-    if isinstance(cfg, SupervisedOptions):
-        violations += _check_supervised(cfg)
-        if not BATCH_FLAGS & {violation.flag for violation in violations}:
-            violations += _check_supervised_batches(cfg, world_size)
+    violations = [violation for kind, check in CHECKS if isinstance(cfg, kind) for violation in check(cfg)]
+    if isinstance(cfg, SupervisedOptions) and not BATCH_FLAGS & {violation.flag for violation in violations}:
+        violations += _check_supervised_batches(cfg, world_size)
     if isinstance(cfg, PPOConfig):
         # The arithmetic rules would only repeat, in other words, that a number is out of range.
         broken = {violation.flag for violation in violations}
@@ -416,3 +395,19 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
         )
         return
     yield from check_division(cfg.train_batch_size, cfg.micro_train_batch_size, world_size // model_size)
+
+
+# Rules of one configuration alone, by the class that they are about.
+CHECKS: tuple[tuple[type, Callable[[Any], Iterator[Violation]]], ...] = (
+    *((object, check) for check in (check_limits, _check_required, _check_models, _check_template, _check_packages)),
+    (object, _check_data),
+    (LoadOptions, _check_loading),
+    (DeepSpeedOptions, _check_precision),
+    (DeepSpeedOptions, _check_heads),
+    (TrainerOptions, _check_folders),
+    (TrainerOptions, _check_adapter_folders),
+    (ConvertConfig, _check_conversion),
+    (BatchInferenceConfig, _check_batch_inference),
+    (RewardTestConfig, _check_reward_test),
+    (SupervisedOptions, _check_supervised),
+)

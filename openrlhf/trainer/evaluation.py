@@ -18,8 +18,18 @@ from openrlhf.trainer.prompt_stream import prompt_item
 from openrlhf.trainer.sampling import eval_sampling
 
 
-class Evaluator:
-    """Generates and scores the whole evaluation set; the same seeds every time.
+def evaluate(
+    cfg: PPOConfig,
+    engines: EnginePool,
+    rows: Sequence[PromptRow],
+    console: Console,
+    dump: RolloutDumpWriter | None,
+    step: int,
+) -> dict[str, float]:
+    """Generate and score the whole evaluation set; the same seeds every time.
+
+    A sample that was lost (an agent or a reward failed) counts as a response without tokens and with reward 0: a
+    mean over the rest would mislead.
 
     Args:
         cfg: number of samples, sampling options.
@@ -27,51 +37,34 @@ class Evaluator:
         rows: evaluation prompts; empty for none.
         console: shows the phase and the result.
         dump: gets the samples.
+
+    Returns:
+        Metrics by the names ``eval_<datasource>_pass<n>`` and so on; empty without an evaluation set.
     """
-
-    def __init__(
-        self,
-        cfg: PPOConfig,
-        engines: EnginePool,
-        rows: Sequence[PromptRow],
-        console: Console,
-        dump: RolloutDumpWriter | None = None,
-    ) -> None:
-        self._cfg = cfg
-        self._dump = dump
-        self._engines = engines
-        self._console = console
-        self._items = [prompt_item(row, index, EVAL_EPOCH) for index, row in enumerate(rows)]
-
-    def run(self, step: int) -> dict[str, float]:
-        """Metrics by the names ``eval_<datasource>_pass<n>`` and so on; empty without an evaluation set.
-
-        A sample that was lost (an agent or a reward failed) counts as a response without tokens and with reward 0: a
-        mean over the rest would mislead.
-        """
-        if not self._items:
-            return {}
-        n = self._cfg.eval_n_samples_per_prompt
-        samples: list[Trajectory] = []
-        lost: list[EpisodeFailure] = []
-        with self._console.phase("evaluate", len(self._items)) as one_done:
-            for group in self._engines.run_groups(self._items, n, eval_sampling(self._cfg), self._cfg.rollout_timeout):
-                samples.extend(group.trajectories)
-                samples.extend(_empty_response(group.item, failure) for failure in group.failures)
-                lost.extend(group.failures)
-                one_done()
-        if lost:
-            self._console.say(
-                f"evaluation at step {step} lost {len(lost)} of {len(samples)} samples, which count as 0, the first of "
-                f"prompt {lost[0].prompt_id}: {lost[0].message}"
-            )
-        samples.sort(key=lambda sample: (sample.group_id, sample.sample_index))
-        if self._dump is not None:
-            self._dump.submit(step, samples, kind="eval")
-        metrics = {**eval_metrics(samples, n), **({"eval_lost_samples": float(len(lost))} if lost else {})}
-        shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
-        self._console.say(f"eval at step {step}  {shown}")
-        return metrics
+    if not rows:
+        return {}
+    n = cfg.eval_n_samples_per_prompt
+    items = [prompt_item(row, index, EVAL_EPOCH) for index, row in enumerate(rows)]
+    samples: list[Trajectory] = []
+    lost: list[EpisodeFailure] = []
+    with console.phase("evaluate", len(items)) as one_done:
+        for group in engines.run_groups(items, n, eval_sampling(cfg), cfg.rollout_timeout):
+            samples.extend(group.trajectories)
+            samples.extend(_empty_response(group.item, failure) for failure in group.failures)
+            lost.extend(group.failures)
+            one_done()
+    if lost:
+        console.say(
+            f"evaluation at step {step} lost {len(lost)} of {len(samples)} samples, which count as 0, the first of "
+            f"prompt {lost[0].prompt_id}: {lost[0].message}"
+        )
+    samples.sort(key=lambda sample: (sample.group_id, sample.sample_index))
+    if dump is not None:
+        dump.submit(step, samples, kind="eval")
+    metrics = {**eval_metrics(samples, n), **({"eval_lost_samples": float(len(lost))} if lost else {})}
+    shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in metrics.items())
+    console.say(f"eval at step {step}  {shown}")
+    return metrics
 
 
 def _empty_response(item: PromptItem, failure: EpisodeFailure) -> Trajectory:

@@ -30,7 +30,7 @@ from openrlhf.rollout.hooks import BufferFilter
 from openrlhf.rollout.metrics import extra_log_means
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.trainer.console import Console
-from openrlhf.trainer.evaluation import Evaluator
+from openrlhf.trainer.evaluation import evaluate
 from openrlhf.trainer.experience import (
     POLICY_COLUMNS,
     VALUE_COLUMNS,
@@ -107,7 +107,6 @@ class PPOTrainer:
         self.kl = KLController(cfg.init_kl_coef, cfg.kl_target, cfg.kl_horizon)
         self.sampling = training_sampling(cfg)
         self.dump = dump
-        self.evaluator = Evaluator(cfg, system.engines, inputs.eval_rows, console, dump)
         self.checkpoints = PPOCheckpoints(cfg, system)
         self.total_rollouts = derive(cfg, len(inputs.rows)).num_rollouts
         self.global_step = 0
@@ -198,7 +197,8 @@ class PPOTrainer:
         return nullcontext()
 
     def _evaluate(self) -> None:
-        metrics = self.evaluator.run(self.global_step)
+        engines, rows = self.system.engines, self.inputs.eval_rows
+        metrics = evaluate(self.cfg, engines, rows, self.console, self.dump, self.global_step)
         if not metrics:
             return
         self.logger.log("eval", self.global_step, metrics)

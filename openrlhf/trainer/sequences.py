@@ -86,7 +86,7 @@ def micro_batches(
             numbers = [len(groups[i]) * i + place for i in members for place in range(len(groups[i]))]
             batch = replace(batch, sequence_index=torch.tensor(numbers))
         else:
-            batch = batch.with_columns(mask=torch.zeros(batch.num_tokens, dtype=torch.bool))
+            batch = replace(batch, columns={"mask": torch.zeros(batch.num_tokens, dtype=torch.bool)})
         yield batch.to(engine.device)
 
 
