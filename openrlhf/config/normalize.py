@@ -343,7 +343,7 @@ def _same_size(changer: _Changer, role: str, leader: str, reason: str) -> None:
 
 
 def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
-    if cfg.lora_dropout:
+    if 0 < cfg.lora_dropout < 1:  # others are refused
         note = "--lora_dropout is 0: a policy with dropout would be trained as another one than sampled"
         changer.set("lora_dropout", 0.0, "train_ppo_ray", note)
     changer.fill("eps_clip_low_high", (cfg.eps_clip, cfg.eps_clip), "as --eps_clip")
