@@ -171,7 +171,10 @@ class RolloutOptions(OptionGroup):
         (0.0, 1.0), "the range, without its ends", "algo.dynamic_filtering_range"
     )
     dynamic_filtering_max_rounds: int = flag(
-        10, "stop with an error after this many refills that left a rollout incomplete", since="new"
+        10,
+        "stop with an error after this many refills that left a rollout incomplete, or when this many rollouts' "
+        "groups were dropped one after another",
+        since="new",
     )
 
 

@@ -121,13 +121,46 @@ class GroupTally:
 
     def error(self, why: str) -> NoLearnableGroups:
         """The error for a step that can't be filled."""
-        reasons = ", ".join(f"{name} {number}" for name, number in sorted(self.dropped.items())) or "none"
-        lost = f" Of lost samples the last: {self.last_loss}." if self.last_loss else ""
-        return NoLearnableGroups(
-            f"no learnable groups: {why} (kept {self.kept}, seen {self.seen}; dropped: {reasons}).{lost} Use prompts "
-            "that the model solves sometimes, widen --dynamic_filtering_reward_range, raise --n_samples_per_prompt, "
-            "or check the reward."
-        )
+        return _no_learnable(why, self.kept, self.dropped, self.last_loss)
+
+
+def _no_learnable(why: str, kept: int, dropped: Counter[str], last_loss: str) -> NoLearnableGroups:
+    reasons = ", ".join(f"{name} {number}" for name, number in sorted(dropped.items())) or "none"
+    lost = f" Of lost samples the last: {last_loss}." if last_loss else ""
+    return NoLearnableGroups(
+        f"no learnable groups: {why} (kept {kept}, seen {kept + dropped.total()}; dropped: {reasons}).{lost} Use "
+        "prompts that the model solves sometimes, widen --dynamic_filtering_reward_range, raise "
+        "--n_samples_per_prompt, or check the reward."
+    )
+
+
+class DropLimit:
+    """Counts groups that are dropped one after another, over steps and episodes: a run must not go on like that.
+
+    Args:
+        groups: how many are too many.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self._limit = groups
+        self._dropped: Counter[str] = Counter()
+
+    def add(self, reason: str | None) -> None:
+        """Count the next group, with why it was dropped; None ends the row, because it was kept."""
+        if reason is None:
+            self._dropped.clear()
+        else:
+            self._dropped[reason] += 1
+
+    @property
+    def reached(self) -> bool:
+        """Whether there have been too many."""
+        return self._dropped.total() >= self._limit
+
+    def error(self, last_loss: str) -> NoLearnableGroups:
+        """The error for a run that has reached the limit; ``last_loss`` is why the last lost sample failed."""
+        why = f"the last {self._dropped.total()} were dropped one after another"
+        return _no_learnable(why, 0, self._dropped, last_loss)
 
 
 @dataclass(frozen=True)
@@ -168,6 +201,7 @@ class GroupCollector:
         first_draw: prompts drawn to begin with, if more than needed.
         max_rounds: how many times `target` prompts may be drawn before the step gives up.
         select: which groups of the buffer are used.
+        drops: goes on counting from step to step; None for no limit beyond that of this step.
     """
 
     def __init__(
@@ -180,6 +214,7 @@ class GroupCollector:
         first_draw: int = 0,
         max_rounds: int = 10,
         select: Selection = oldest_first,
+        drops: DropLimit | None = None,
     ) -> None:
         self._target = target
         self._draw = draw
@@ -192,6 +227,8 @@ class GroupCollector:
         self._kept: dict[int, Group] = {}
         self._reserve: dict[int, Group] = {}
         self._order: dict[int, int] = {}
+        self._drops = drops
+        self._reasons: dict[int, str | None] = {}
         self._exhausted = False
 
     def __iter__(self) -> Iterator[PromptItem]:
@@ -225,7 +262,8 @@ class GroupCollector:
         """Takes a finished group; returns whether it was kept."""
         if group.item.group_id not in self._order:
             raise ValueError(f"group id {group.item.group_id} was never drawn")
-        if self._tally.judge(group) is not None:
+        reason = self._reasons[group.item.group_id] = self._tally.judge(group)
+        if reason is not None:
             if group.verdict is not None and group.verdict.keep_when_insufficient:
                 self._reserve[group.item.group_id] = group
             return False
@@ -242,7 +280,8 @@ class GroupCollector:
             may_be_empty: where the data ran out, nothing need have been kept.
 
         Raises:
-            NoLearnableGroups: a filter left too few groups within the limit on draws, or nothing was kept.
+            NoLearnableGroups: a filter left too few groups within the limit on draws, nothing was kept, or nothing
+                was for too long.
         """
         groups = [*self._from_buffer, *self._in_order(self._kept.values())]
         reserve = self._in_order(self._reserve.values())[: max(0, self._target - len(groups))]
@@ -258,6 +297,11 @@ class GroupCollector:
                 f"{len(groups)} of {self._target} groups{self._tally.filter or ''} after {self._tally.seen} were seen, "
                 f"and {stopped}"
             )
+        if self._drops is not None:
+            for group_id in self._order:  # as drawn: when each was done says nothing
+                self._drops.add(self._reasons[group_id])
+            if not groups and self._drops.reached:
+                raise self._drops.error(self._tally.last_loss)
         for group in groups[self._target :]:
             self._buffer.put(group)
         return CollectedGroups(tuple(groups[: self._target]), self._tally, len(reserve))

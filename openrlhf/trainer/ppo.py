@@ -18,9 +18,11 @@ from openrlhf.config.derive import data_parallel_size, derive, frozen_rollouts
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.rollout.buffer import RolloutBuffer, oldest_first
 from openrlhf.rollout.dump import RolloutDumpWriter
+from openrlhf.rollout.errors import NoLearnableGroups
 from openrlhf.rollout.filters import (
     CollectedGroups,
     CustomFilter,
+    DropLimit,
     DynamicFilter,
     GroupCollector,
     GroupJudge,
@@ -51,6 +53,7 @@ from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.trainer.sampling import training_sampling
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.trainer.weight_check import check_weights
+from openrlhf.utils import interrupts
 from openrlhf.workers.checkpoint_files import nothing_to_resume
 from openrlhf.workers.messages import CUTS
 
@@ -115,12 +118,27 @@ class PPOTrainer:
             self._filter = CustomFilter(cfg.dynamic_sampling_filter_path)
         elif cfg.dynamic_filtering:
             self._filter = DynamicFilter(*cfg.dynamic_filtering_reward_range)
+        self._drops = DropLimit(cfg.rollout_batch_size * cfg.dynamic_filtering_max_rounds)
         self._select = BufferFilter(cfg.buffer_filter_path, cfg) if cfg.buffer_filter_path else None
 
     # --- the loop --------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Train until the prompts of all episodes are used, or ``max_steps`` is reached; then save."""
+        """Train until the prompts of all episodes are used, or ``max_steps`` is reached; then save.
+
+        Raises:
+            NoLearnableGroups: nothing is left to learn from; what was learned before is saved.
+        """
+        try:
+            self._train()
+        except NoLearnableGroups:
+            if self.global_step:  # a policy that solves every prompt is not to be lost
+                with interrupts.cleaning_up():
+                    self._save_final()
+            raise
+        self._save_final()
+
+    def _train(self) -> None:
         if self.cfg.load_checkpoint:
             self._resume()
         self._sync_weights()
@@ -143,7 +161,6 @@ class PPOTrainer:
             self.global_step += 1
             trained = [trajectory for group in collected.groups for trajectory in group.trajectories]
             self._after_update(metrics, extra_log_means(trained))
-        self._save_final()
 
     def _pass_over(self, collected: CollectedGroups) -> None:
         """Go on where the last prompts of an episode left nothing to learn from."""
@@ -219,6 +236,7 @@ class PPOTrainer:
             first_draw=cfg.vllm_generate_batch_size or 0,
             max_rounds=cfg.dynamic_filtering_max_rounds if self._filter is not None else 1,
             select=self._select or oldest_first,
+            drops=self._drops,
         )
         with self.console.phase("generate", cfg.rollout_batch_size) as one_done, self.system.generating():
             for group in self.system.engines.run_groups(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from openrlhf.rollout.buffer import RolloutBuffer, Selection, group_version
-from openrlhf.rollout.filters import CollectedGroups, GroupJudge, GroupTally
+from openrlhf.rollout.filters import CollectedGroups, DropLimit, GroupJudge, GroupTally
 from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.trainer.prompt_stream import PromptStream
 
@@ -98,7 +98,7 @@ class RolloutQueue:
         self._training = False
         self._held = True
         self._stale = 0
-        self._dropped_in_a_row = 0
+        self._drops = DropLimit(limits.batch * limits.filter_rounds)
 
     @property
     def in_flight(self) -> list[PromptItem]:
@@ -154,15 +154,14 @@ class RolloutQueue:
         del self._in_flight[group.item.group_id]
         started = self._started.pop(group.item.group_id)
         reason = self._tally.judge(group)
-        self._dropped_in_a_row = 0 if reason is None else self._dropped_in_a_row + 1
-        gives_up = self._dropped_in_a_row >= self._limits.batch * self._limits.filter_rounds
-        insufficient = gives_up and group.verdict is not None and group.verdict.keep_when_insufficient
+        self._drops.add(reason)
+        insufficient = self._drops.reached and group.verdict is not None and group.verdict.keep_when_insufficient
         if reason is None or insufficient:
             self._insufficient += insufficient
             self._started[group.item.group_id] = started
             self._buffer.put(group)
-        elif gives_up:
-            raise self._tally.error(f"the last {self._dropped_in_a_row} were dropped one after another")
+        elif self._drops.reached:
+            raise self._drops.error(self._tally.last_loss)
 
     # --- training --------------------------------------------------------------------------------------------------
 

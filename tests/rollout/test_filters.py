@@ -14,7 +14,7 @@ import pytest
 
 from openrlhf.rollout.buffer import RolloutBuffer, freshest_first, group_version
 from openrlhf.rollout.errors import NoLearnableGroups
-from openrlhf.rollout.filters import CollectedGroups, DynamicFilter, GroupCollector
+from openrlhf.rollout.filters import CollectedGroups, DropLimit, DynamicFilter, GroupCollector
 from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.trajectory import Trajectory
 
@@ -85,6 +85,7 @@ def run(
     order: int = 0,
     start: int = 0,
     filtering: bool = True,
+    may_be_empty: bool = False,
     **options: Any,
 ) -> tuple[CollectedGroups, list[int]]:
     """Collects with three groups in flight that finish in a random order."""
@@ -116,7 +117,7 @@ def run(
     )
     for finished in rollout(collector):
         collector.add(finished)
-    collected = collector.finish()
+    collected = collector.finish(may_be_empty)
     assert next(collector, None) is None
     return collected, drawn
 
@@ -197,6 +198,17 @@ def test_constant_rewards_end_with_counts() -> None:
     with pytest.raises(NoLearnableGroups, match=words):
         run(lambda i: [0.0, 1.0] if i == 4 else [1.0, 1.0], data=10**6, target=2, max_rounds=3, buffer=buffer)
     assert ids(buffer.take(1)) == [4]  # what was kept is not lost
+
+
+def test_groups_dropped_one_after_another_are_counted_in_the_order_of_the_draw_over_steps() -> None:
+    drops = DropLimit(5)
+    for order in range(4):  # of 0 .. 6 the good ones are 0 and 3 (and 6): whichever is done last
+        run(thirds_are_good, data=6, target=4, order=order, drops=drops)
+        run(lambda i: [1.0, 1.0], data=2, target=4, drops=drops, may_be_empty=True)  # 4 in a row
+        assert not drops.reached
+    words = r"the last 6 were dropped one after another \(kept 0, seen 6; dropped: mean_high 6\)"
+    with pytest.raises(NoLearnableGroups, match=words):
+        run(lambda i: [1.0, 1.0], data=2, target=4, drops=drops, may_be_empty=True)
 
 
 def test_without_a_filter_only_empty_groups_are_replaced() -> None:

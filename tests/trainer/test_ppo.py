@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from openrlhf.cluster.group import WorkerError
 from openrlhf.config import PPOConfig
 from openrlhf.datasets.order import epoch_permutation
 from openrlhf.rollout.errors import NoLearnableGroups
+from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.trainer.ppo import PPOTrainer
+from openrlhf.trainer.ppo_async import AsyncPPOTrainer
 from openrlhf.trainer.ppo_checkpoint import PPOCheckpoints
 from openrlhf.trainer.ppo_run import _check_best_metric
 from openrlhf.utils.errors import ExplainedError
@@ -51,6 +55,50 @@ def test_a_run_that_has_nothing_to_learn_from_the_start_is_an_error(tmp_path: Pa
     trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), Policy(), rows(("z", ""))))
     with pytest.raises(NoLearnableGroups, match="the data ran out"):
         trainer.fit()
+
+
+class OneByOne(Pool):
+    """Asks for prompts as long as there are any, as the engines do."""
+
+    def run_groups(self, prompts: Iterable[PromptItem], *arguments: Any) -> Iterator[Group]:
+        waiting = iter(prompts)
+        while (prompt := next(waiting, None)) is not None:
+            yield from super().run_groups([prompt], *arguments)
+
+
+class Solved(Policy):
+    """After the first step every answer is right."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._monkeypatch = monkeypatch
+
+    def submit(self, method: str, *args: Any, per_rank: Any = None) -> Any:
+        if method == "train":
+            self._monkeypatch.setattr(
+                scripted_run, "reward_func", lambda queries, prompts, labels: [1.0] * len(queries)
+            )
+        return super().submit(method, *args, per_rank=per_rank)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_ends_when_too_many_groups_in_a_row_are_dropped_over_steps_and_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Seven prompts, four a step and ten rounds: forty, which no step and no episode has."""
+    filtering = {"dynamic_filtering": True, "advantage_estimator": "rloo", "num_episodes": 200}
+    sizes = {"rollout_batch_size": 4, "train_batch_size": 16, "n_samples_per_prompt": 4, "async_train": asynchronous}
+    cfg, policy = config(tmp_path, **filtering, **sizes), Solved(monkeypatch)
+    pool = scripted_run.AsyncPool() if asynchronous else OneByOne()
+    trainer = (AsyncPPOTrainer if asynchronous else PPOTrainer)(
+        *trainer_arguments(cfg, pool, policy, rows(*[("q", "")] * 7))
+    )
+    words = r"the last (\d+) were dropped one after another \(kept 0, seen \1; dropped: mean_high"
+    with pytest.raises(NoLearnableGroups, match=words) as told:
+        trainer.fit()
+    dropped = int(re.findall(r"the last (\d+)", str(told.value))[0])
+    assert 40 <= dropped < 40 + cfg.rollout_batch_size
+    assert trainer.global_step >= 1 and policy.calls[-1] == "save_hf", "what was learned is saved"
 
 
 def test_extra_logs_replace_no_metric_and_do_not_steer_the_kl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

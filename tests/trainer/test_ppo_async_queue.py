@@ -367,7 +367,7 @@ def test_a_user_filters_verdict_counts_and_its_reserve_is_used_before_the_run_gi
     assert (metrics["rollout/filtered_dull"], metrics["rollout/groups_insufficient"]) == (5, 2)
     item = queue.next_prompt()
     assert item is not None
-    with pytest.raises(NoLearnableGroups, match="the last 6 were dropped one after another .*dropped: dull 1"):
+    with pytest.raises(NoLearnableGroups, match="the last 6 were dropped one after another .*dropped: dull 6"):
         queue.finished(replace(group(item, 0), verdict=DynamicFilterOutput(False, "dull")))
 
 
