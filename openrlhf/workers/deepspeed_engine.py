@@ -29,6 +29,7 @@ from openrlhf.models.quantized import is_quantized
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers import checkpoint_files as files
+from openrlhf.workers.broken_gradients import BrokenGradients
 from openrlhf.workers.checkpoint_fit import Setup, check_fit
 from openrlhf.workers.checkpoint_writes import Writes
 from openrlhf.workers.deepspeed_config import deepspeed_config, offloads_adam, on_gpu, tame_deepspeed
@@ -146,7 +147,9 @@ class TrainEngine:
         if not self.training:
             self.module.requires_grad_(False).eval()
         self._frozen: FrozenWeights | None = None
-        if self.training:  # of LoRA, nearly the whole model
+        if self.training:
+            self._broken = BrokenGradients(self.hf_model, self._engine.optimizer)
+            # of LoRA, nearly the whole model
             self._frozen = FrozenWeights((p for p in self.module.parameters() if not p.requires_grad), self.device)
         elif not (param_offload and self._stage == 3):
             self._frozen = FrozenWeights((*self.module.parameters(), *self.module.buffers()), self.device)
@@ -263,7 +266,9 @@ class TrainEngine:
         finite = self._finite is None or bool(self._finite)
         self._finite = None
         own_norm = gradient_norm(self.module.parameters(), self.data_parallel_size) if self._is_plain else None
+        self._broken.expect()
         if own_norm is not None and not math.isfinite(own_norm):
+            self._broken.look()
             self._engine.zero_grad()
             self._refuse(finite, own_norm)
         self._engine.step()
@@ -287,7 +292,7 @@ class TrainEngine:
 
     def _refuse(self, finite: bool, norm: float) -> None:
         everywhere = not any_rank(not finite)
-        what = f"the gradient norm is {norm}" if everywhere else "a loss is NaN or infinite"
+        what = f"the gradient norm is {norm}{self._broken.told()}" if everywhere else "a loss is NaN or infinite"
         raise NonFiniteError(
             f"optimizer step {self.step_count + 1}: {what}; the step was not applied and the weights are as after step "
             f"{self.step_count}. Look at the inputs of this step (log-probs, advantages, rewards), lower "

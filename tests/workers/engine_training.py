@@ -187,8 +187,12 @@ def states_away(cases: Cases) -> None:
         cases.results[f"{name} away"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
 
 
+ONE_BROKEN = "model.layers.1.mlp.down_proj.weight"
+
+
 def poisoned(cases: Cases) -> None:
-    """A NaN loss with a finite gradient, and the other way round, on the last rank: all ranks stop, weights stay."""
+    """A NaN loss with a finite gradient, and the other way round, on the last rank: all ranks stop, weights
+    stay. Then a NaN in the gradient of one weight."""
 
     class NaNGradient(torch.autograd.Function):
         @staticmethod
@@ -208,6 +212,12 @@ def poisoned(cases: Cases) -> None:
             cases.step(engine, lambda loss: loss + float("nan"))
         with raises(cases.results, f"nan gradient {key}"):
             cases.step(engine, NaNGradient.apply)
+        weight = dict(engine.hf_model.named_parameters())[ONE_BROKEN]
+        hook = weight.register_hook(lambda grad: grad * float("nan")) if cases.rank == cases.ranks - 1 else None
+        with raises(cases.results, f"one nan gradient {key}"):
+            cases.step(engine)
+        if hook is not None:
+            hook.remove()
         with raises(cases.results, f"inf loss {key}"):
             cases.step(engine, lambda loss: loss + float("inf"))
         after = cases.weights(engine)

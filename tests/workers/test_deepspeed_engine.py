@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,6 +170,9 @@ def test_flags_of_the_new_run_hold_after_a_resume(results: dict[str, Any]) -> No
     assert results["decay after resume"] == 0.0
 
 
+BROKEN = r"step 2: the gradient norm is \w+ \((\d+) of (\d+) weights have such a gradient: (.*?)\)"
+
+
 @pytest.mark.parametrize(
     "setup", ["zero0 fp32", "zero1 fp32", "zero2 fp32", "zero3 fp32", "zero0 bf16", "zero2 bf16", "zero3 bf16"]
 )
@@ -176,6 +180,9 @@ def test_nan_stops_all_ranks_before_the_weights_change(results: dict[str, Any], 
     assert "step 2" in results[f"nan loss {setup}"] and "loss is NaN" in results[f"nan loss {setup}"]
     assert "step 2" in results[f"inf loss {setup}"] and "loss is NaN or infinite" in results[f"inf loss {setup}"]
     assert "step 2" in results[f"nan gradient {setup}"] and "gradient norm" in results[f"nan gradient {setup}"]
+    everywhere, one = (re.search(BROKEN, results[f"{kind} {setup}"]) for kind in ("nan gradient", "one nan gradient"))
+    assert everywhere and everywhere[1] == everywhere[2] and "embed_tokens.weight, model.layers.0." in everywhere[3]
+    assert one and (int(one[1]), one[2], one[3]) == (1, everywhere[2], "model.layers.1.mlp.down_proj.weight")
     assert results[f"weights after nan {setup}"]
     assert results[f"goes on {setup}"]
 
