@@ -48,6 +48,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ZERO3_INIT_BYTES = 4 << 30
 _RANDOM = re.compile("dropout|pdrop|jitter|layerdrop")
 _HEAD = "score"
+# On a tokenizer whose pad token is not its own.
+_PAD_GIVEN = "openrlhf_pad_given"
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -377,6 +379,8 @@ def _init_head(head: nn.Linear, hidden: int, seed: int) -> None:
 def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer; give it a pad token when it has none (training never depends on which).
 
+    :func:`save_tokenizer` writes it without that one.
+
     Args:
         use_fast: False for the slow Python tokenizer (``--disable_fast_tokenizer``).
         chat_template: Jinja source, or a file that holds it; it replaces the tokenizer's own template.
@@ -397,6 +401,7 @@ def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | Non
         spare = [t for t in ("<pad>", "<|pad|>", "[PAD]", "<|endoftext|>", "<|finetune_right_pad_id|>")]
         vocabulary = tokenizer.get_vocab()
         tokenizer.pad_token = next((t for t in spare if t in vocabulary and t not in used), tokenizer.eos_token)
+        setattr(tokenizer, _PAD_GIVEN, True)
     if chat_template is not None:
         if os.path.isfile(chat_template):
             chat_template = Path(chat_template).read_text(encoding="utf-8")
@@ -407,6 +412,23 @@ def load_tokenizer(path: str, *, use_fast: bool = True, chat_template: str | Non
             )
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path, keep_pad: bool = False) -> None:
+    """Write a tokenizer as it was, without a pad token that :func:`load_tokenizer` gave it.
+
+    Where that is the end token, other programs would mask the ends of texts as padding.
+
+    Args:
+        keep_pad: with it, for a model that reads it.
+    """
+    pad = tokenizer.pad_token
+    if getattr(tokenizer, _PAD_GIVEN, False) and not keep_pad:
+        tokenizer.pad_token = None
+    try:
+        tokenizer.save_pretrained(folder)
+    finally:
+        tokenizer.pad_token = pad
 
 
 def get_tokenizer(
@@ -485,7 +507,9 @@ def write_hf_folder(
         if isinstance(getattr(base, "openrlhf_vision", None), VisionInputs):
             base.openrlhf_vision.processor.save_pretrained(scratch)
         if tokenizer is not None:
-            tokenizer.save_pretrained(scratch)
+            # transformers pads for a score, and finds the last token by the id in config.json
+            scores = hasattr(base, _HEAD) and getattr(config, "pad_token_id", None) is not None
+            save_tokenizer(tokenizer, scratch, keep_pad=scores)
         publish_folder(scratch, folder)
 
 

@@ -21,7 +21,7 @@ from openrlhf.batching.buckets import in_buckets
 from openrlhf.config.derive import data_copies
 from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.models.export import exported_weights, is_finite
-from openrlhf.models.loading import write_hf_folder
+from openrlhf.models.loading import save_tokenizer, write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
@@ -423,7 +423,7 @@ class TrainEngine:
                 exclude_frozen_parameters=self._quantized,
             )
         if first and tokenizer is not None:
-            writes.run(tokenizer.save_pretrained, scratch / files.TOKENIZER)
+            writes.run(save_tokenizer, tokenizer, scratch / files.TOKENIZER)
         writes.run(torch.save, files.rng_state(), scratch / f"rng_{dist.get_rank()}.pt")
         if first and self.average is not None:
             writes.run(torch.save, self.average.weights, scratch / files.AVERAGE)

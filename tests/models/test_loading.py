@@ -20,6 +20,7 @@ from openrlhf.models.loading import (
     load_sequence_regression,
     load_tokenizer,
     resolve_attention,
+    save_tokenizer,
     write_hf_folder,
 )
 from openrlhf.models.logprobs import RewardModel
@@ -180,6 +181,26 @@ def test_pad_token_is_given_and_is_not_eos_where_possible(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(str(folder))
     assert tokenizer.pad_token == "<pad>" != tokenizer.eos_token
+
+
+def test_a_pad_token_that_was_given_is_saved_only_with_a_model_that_scores_by_it(folder: Path, tmp_path: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    own = AutoTokenizer.from_pretrained(folder)
+    del config["pad_token"]
+    path.write_text(json.dumps(config))
+    tokenizer = load_tokenizer(str(folder))
+    policy, scorer = load_causal_lm(str(folder), options()), load_sequence_regression(str(folder), options())
+    write_hf_folder(policy, state_of(policy), tmp_path / "policy", tokenizer)
+    write_hf_folder(scorer, state_of(scorer), tmp_path / "reward", tokenizer, {"pad_token_id": tokenizer.pad_token_id})
+    write_hf_folder(scorer, state_of(scorer), tmp_path / "unpadded", tokenizer, {"pad_token_id": None})
+    saved = {name: AutoTokenizer.from_pretrained(tmp_path / name) for name in ("policy", "reward", "unpadded")}
+    assert {name: t.pad_token for name, t in saved.items()} == {"policy": None, "reward": "<pad>", "unpadded": None}
+    assert tokenizer.pad_token == "<pad>", "it is in use"
+    for t in saved.values():
+        assert (t.eos_token, t.bos_token, t.get_vocab()) == (own.eos_token, own.bos_token, own.get_vocab())
+    save_tokenizer(own, tmp_path / "own")
+    assert AutoTokenizer.from_pretrained(tmp_path / "own").pad_token == "<pad>"
 
 
 def test_tokenizer_without_end_token_is_refused(folder: Path) -> None:
