@@ -29,6 +29,7 @@ def plan_micro_batches(
     *,
     micro_batch_size: int | None = None,
     max_tokens: int | None = None,
+    longer_alone: bool = False,
 ) -> BatchPlan:
     """Distribute sequences over ranks and micro-batches with balanced compute.
 
@@ -42,6 +43,7 @@ def plan_micro_batches(
         ranks: number of data-parallel ranks.
         micro_batch_size: most sequences in a micro-batch.
         max_tokens: most tokens in a micro-batch. At least one of the two limits is needed; both may be given.
+        longer_alone: a sequence that has more gets a micro-batch of its own; False = it is an error.
 
     Raises:
         ValueError: a limit, a length or the number of ranks makes no sense.
@@ -49,10 +51,16 @@ def plan_micro_batches(
     _check_limits(lengths, ranks, micro_batch_size, max_tokens)
     if not lengths:
         return [[] for _ in range(ranks)]
+    over = [i for i, n in enumerate(lengths) if max_tokens is not None and n > max_tokens]
+    if over and not longer_alone:
+        raise ValueError(
+            f"sequences {over[:20]} exceed the {max_tokens} tokens of a micro-batch, the longest has {max(lengths)}"
+        )
     # with no token limit (or no count limit) a limit that cannot be reached keeps the code below simple
     token_cap = max_tokens if max_tokens is not None else sum(lengths)
     count_cap = micro_batch_size if micro_batch_size is not None else len(lengths)
     costs = [sequence_cost(n) for n in lengths]
+    lengths = [min(n, token_cap) for n in lengths]  # a longer one fills a micro-batch
 
     fitting = _first_fit(lengths, token_cap, count_cap)
     most = -(-len(fitting) // ranks)
@@ -77,11 +85,6 @@ def _check_limits(lengths: Sequence[int], ranks: int, micro_batch_size: int | No
     empty = [i for i, n in enumerate(lengths) if n < 1]
     if empty:
         raise ValueError(f"sequences {empty[:20]} have no tokens; remove them before planning")
-    over = [i for i, n in enumerate(lengths) if max_tokens is not None and n > max_tokens]
-    if over:
-        raise ValueError(
-            f"sequences {over[:20]} exceed the {max_tokens} tokens of a micro-batch, the longest has {max(lengths)}"
-        )
 
 
 def _first_fit(lengths: Sequence[int], token_cap: int, count_cap: int) -> list[list[int]]:

@@ -247,6 +247,12 @@ def _batches(changer: _Changer, cfg: PPOConfig) -> None:
         note = "--packing_samples is on: batches by tokens are packed"
         changer.set("packing_samples", True, "--use_dynamic_batch", note)
     changer.fill("rollout_max_tokens_per_gpu", cfg.train_max_tokens_per_gpu, "as --train_max_tokens_per_gpu")
+    tokens = cfg.train_max_tokens_per_gpu * data_copies(cfg)
+    if cfg.use_dynamic_batch and 0 < tokens < cfg.max_len:
+        changer.note(
+            f"--max_len {cfg.max_len} allows samples beyond the {tokens} tokens of a micro-batch "
+            "(--train_max_tokens_per_gpu); each such sample gets a micro-batch, and needs the memory, of its own"
+        )
     n, batch = cfg.n_samples_per_prompt, cfg.train_batch_size
     if 0 < n < batch and batch % n:
         changer.note(

@@ -130,7 +130,7 @@ class RolloutOptions(OptionGroup):
     )
     train_max_tokens_per_gpu: int = flag(
         16192,
-        "tokens of a micro-batch in training, per rank; those of the longest sample if more",
+        "tokens of a micro-batch in training, per rank; a longer sample gets a micro-batch of its own",
         "train.max_tokens_per_gpu",
     )
     rollout_max_tokens_per_gpu: int | None = flag(

@@ -122,8 +122,8 @@ def _packed(
 def _plan(lengths: Sequence[int], ranks: int, cfg: PPOConfig, samples: int, tokens: int) -> BatchPlan:
     """Micro-batches by number of tokens (``use_dynamic_batch``) or of samples."""
     if cfg.use_dynamic_batch:
-        # A sequence beyond the budget, which only a rollout can tell, needs a micro-batch of its length anyway.
-        return plan_micro_batches(lengths, ranks, max_tokens=max([tokens * data_copies(cfg), *lengths]))
+        # Only a rollout can tell of a sequence beyond the budget: it has to be trained on all the same.
+        return plan_micro_batches(lengths, ranks, max_tokens=tokens * data_copies(cfg), longer_alone=True)
     return plan_micro_batches(lengths, ranks, micro_batch_size=samples)
 
 

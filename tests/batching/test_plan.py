@@ -59,6 +59,21 @@ def test_token_cap_is_never_exceeded() -> None:
     assert members(two) == [0, 1, 2, 3]
 
 
+def test_what_is_longer_than_a_micro_batch_is_alone_in_one_and_raises_no_limit() -> None:
+    def sizes(lengths: list[int], ranks: int = 1) -> list[list[list[int]]]:
+        plan = plan_micro_batches(lengths, ranks, max_tokens=10, longer_alone=True)
+        assert members(plan) == list(range(len(lengths))) and len({len(batches) for batches in plan}) == 1
+        return [[[lengths[i] for i in batch] for batch in batches] for batches in plan]
+
+    assert sizes([6, 14]) == [[[14], [6]]]
+    assert sizes([6, 6, 14]) == [[[14], [6], [6]]]
+    assert sizes([4] * 14 + [14]) == [[[14], *[[4, 4]] * 7]]
+    assert sorted(sizes([6, 4, 14], ranks=2)) == [[[6, 4]], [[14]]]
+    assert sorted(sizes([30, 14, 5], ranks=2)) == [[[14], [5]], [[30], []]]
+    with pytest.raises(ValueError, match="max_tokens must be"):
+        plan_micro_batches([1], 1, max_tokens=0, longer_alone=True)
+
+
 def test_tight_packing_is_found_where_balancing_fails() -> None:
     # longest first to the emptiest leaves {5, 2}, {4, 3} and no room for a 2; first fit has {5, 3}, {4, 2, 2}
     plan = plan_micro_batches([4, 3, 2, 2, 5], 1, max_tokens=8)

@@ -109,6 +109,13 @@ class TestBatches:
         assert changed("rollout_max_tokens_per_gpu", "--train_max_tokens_per_gpu", "99")[0] == 99
         assert changed("rollout_max_tokens_per_gpu", "--rollout_max_tokens_per_gpu", "7")[0] == 7
 
+    def test_samples_beyond_a_micro_batch_are_told(self) -> None:
+        few = ("--use_dynamic_batch", "--max_len", "2048", "--train_max_tokens_per_gpu", "2047")
+        words = "--max_len 2048 allows samples beyond the 2047 tokens of a micro-batch"
+        assert words in changed("max_len", *few)[2]
+        assert words not in changed("max_len", *few[1:])[2]
+        assert "beyond" not in changed("max_len", *few[:-1], "2048")[2]
+
     def test_sequence_parallelism(self) -> None:
         value, _, notes = changed("packing_samples", "--ring_attn_size", "2")
         assert value is True and "ranks share packed sequences" in notes

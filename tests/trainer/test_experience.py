@@ -108,12 +108,12 @@ def test_outputs_of_ranks_come_back_in_order(cfg: PPOConfig, ranks: int) -> None
     assert sequence_outputs(batches, firsts, 5).tolist() == [float(ids[0]) for ids in sequences]
 
 
-def test_a_sample_beyond_the_token_budget_makes_the_micro_batches_as_large(cfg: PPOConfig) -> None:
+def test_a_sample_beyond_the_token_budget_is_alone_in_its_micro_batch(cfg: PPOConfig) -> None:
     cfg = replace(cfg, use_dynamic_batch=True, train_max_tokens_per_gpu=8, rollout_max_tokens_per_gpu=8)
     sequences = [np.arange(1, n + 1, dtype=np.int32) for n in (3, 13, 5, 4, 2)]
     (rank,) = forward_batches(sequences, 1, cfg)
     tokens = [len(batch.input_ids) for batch in rank]
-    assert sum(tokens) == 27 and max(tokens) == 13
+    assert sorted(tokens) in ([6, 8, 13], [7, 7, 13]) and rank[tokens.index(13)].num_sequences == 1
     assert len(forward_batches(sequences[2:], 1, cfg)[0]) == 2
 
 
