@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from openrlhf.utils.process import THREADS, available_cores
+from openrlhf.utils.process import THREADS, available_cores, resident_bytes
 
 
 def device_type() -> str:
@@ -128,13 +128,17 @@ def used_on_current_stream(tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Memory of this process in bytes. On a CPU, resident memory; ``total`` is the machine's."""
+    """Memory of this process in bytes. On a CPU, resident memory; ``total`` is the machine's.
+
+    ``host`` is the resident memory, also where the others are a GPU's.
+    """
 
     allocated: int
     reserved: int
     peak: int
     free: int
     total: int
+    host: int
 
     def __str__(self) -> str:
         gib = 1 << 30
@@ -146,15 +150,15 @@ class MemoryStats:
 
 def memory_stats() -> MemoryStats:
     """Current memory figures of this process and its device."""
+    host = resident_bytes()
     if device_type() == "cuda":
         free, total = torch.cuda.mem_get_info()
-        return MemoryStats(
-            torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated(), free, total
-        )
+        own = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+        return MemoryStats(*own, free, total, host)
     import psutil
 
-    process, machine = psutil.Process().memory_info().rss, psutil.virtual_memory()
-    return MemoryStats(process, process, process, machine.available, machine.total)
+    machine = psutil.virtual_memory()
+    return MemoryStats(host, host, host, machine.available, machine.total, host)
 
 
 def reset_peak_memory() -> None:

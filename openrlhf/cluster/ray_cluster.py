@@ -126,6 +126,12 @@ def cluster_gone() -> bool:
     return _address is not None and not _answers(_address)
 
 
+def object_store_bytes() -> float:
+    """What Ray holds in the object stores of all nodes together, as each told last (a moment ago)."""
+    name = "object_store_memory"
+    return ray.cluster_resources().get(name, 0.0) - ray.available_resources().get(name, 0.0)
+
+
 def disconnect() -> None:
     """Leave the cluster; one that :func:`connect` started ends with it."""
     global _address

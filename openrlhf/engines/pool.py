@@ -147,7 +147,10 @@ class EnginePool:
         self.group.call("wake", tags)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Reward counts (summed) and latencies (mean of the engines', or largest) since the last call."""
+        """Reward counts (summed) and latencies (mean of the engines', or largest) since the last call.
+
+        Also the host memory of the largest engine.
+        """
         parts = self.group.call("pop_metrics")
         merged: dict[str, list[float]] = {}
         for part in parts:

@@ -15,7 +15,7 @@ from openrlhf.engines.rollouts import GroupRunner
 from openrlhf.engines.spec import EngineSpec
 from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
-from openrlhf.utils.process import redirect_output, unlink_shared_resources
+from openrlhf.utils.process import redirect_output, resident_bytes, unlink_shared_resources
 
 if TYPE_CHECKING:
     from openrlhf.engines.weight_sync.compare import Comparison
@@ -98,8 +98,9 @@ class VLLMEngine:
         return await self._runner.run_group(prompt, n, sampling, self._weight_version)
 
     async def pop_metrics(self) -> dict[str, float]:
-        """Reward counts and latencies since the last call."""
-        return self._runner.pop_metrics() if self._runner is not None else {}
+        """Reward counts and latencies since the last call, and the host memory of the engine's processes."""
+        rewards = self._runner.pop_metrics() if self._runner is not None else {}
+        return {**rewards, "memory/engine_host_gib_max": resident_bytes(children=True) / 2**30}
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probs at temperature 1 of tokens 1..T-1 of a text: float[T], 0 at the first position."""

@@ -181,6 +181,7 @@ class PPOTrainer:
             with self.console.phase("checkpoint"):
                 self.checkpoints.save(self.global_step, self._client_state())
         metrics.update(self._sync_weights())
+        metrics.update(self.system.host_memory())
         seconds = self.console.seconds
         metrics.update(
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +14,15 @@ import ray
 
 from openrlhf.cluster.group import NESTED_SECONDS, PendingCall, WorkerError, WorkerGroup
 from openrlhf.cluster.placement import plan_placement
-from openrlhf.cluster.ray_cluster import Cluster, cluster_gone, connect, create_cluster
+from openrlhf.cluster.ray_cluster import Cluster, cluster_gone, connect, create_cluster, object_store_bytes
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
 from openrlhf.engines.pool import EnginePool, start_engines
 from openrlhf.engines.weight_sync.compare import Comparison
-from openrlhf.trainer.turns import SharedMemory
+from openrlhf.trainer.turns import GIB, SharedMemory
 from openrlhf.utils.files import temporary_folder
 from openrlhf.utils.logging import get_logger
+from openrlhf.utils.process import resident_bytes
 from openrlhf.workers.model_worker import form_groups, start_group
 
 logger = get_logger(__name__)
@@ -117,6 +118,15 @@ class PPOSystem:
             if self.cfg.vllm_enable_sleep:
                 self.engines.wake(["kv_cache"])
         return WeightSync(timings, logprobs, comparisons)
+
+    @staticmethod
+    def host_memory() -> dict[str, float]:
+        """Metrics of this process's memory, and of the objects that Ray holds on all nodes."""
+        figures = {"memory/driver_host_gib": resident_bytes() / GIB}
+        if ray.is_initialized():
+            with suppress(Exception):  # a cluster that is gone is told where it is needed
+                figures["memory/object_store_gib"] = object_store_bytes() / GIB
+        return figures
 
     def compare_weights(self) -> list[list[Comparison]]:
         """Let each worker of each engine compare its tensors with the actor's, which go there as files.

@@ -57,7 +57,7 @@ class SharedMemory:
 
     def figures(self, phase: str) -> dict[str, float]:
         """The metrics ``memory/<phase>_*`` in GiB: the largest of all model processes since the last call, and the
-        smallest free memory of their devices.
+        smallest free memory of their devices. ``host`` is resident memory, wherever the rest is.
         """
         stats = self._ask("memory")
         return {
@@ -65,6 +65,7 @@ class SharedMemory:
             f"memory/{phase}_peak_gib": max(s.peak for s in stats) / GIB,
             f"memory/{phase}_reserved_gib": max(s.reserved for s in stats) / GIB,
             f"memory/{phase}_free_gib": min(s.free for s in stats) / GIB,
+            f"memory/{phase}_host_gib": max(s.host for s in stats) / GIB,
         }
 
     def _ask(self, method: str) -> list[Any]:

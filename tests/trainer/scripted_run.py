@@ -85,7 +85,11 @@ class Policy:
         self.timeouts: dict[str, float | None] = {}
         """Of each method's last call."""
         self.trained: list[Any] = []
-        self.answers: dict[str, Any] = {"sync_weights": 0.0, "train": MetricSum(), "memory": MemoryStats(1, 1, 1, 1, 1)}
+        self.answers: dict[str, Any] = {
+            "sync_weights": 0.0,
+            "train": MetricSum(),
+            "memory": MemoryStats(1, 1, 1, 1, 1, 1),
+        }
 
     def __len__(self) -> int:
         return self.ranks

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from scripted_run import Done, Policy, config
 
 from openrlhf.cluster.group import NESTED_SECONDS, WorkerGroup
@@ -39,7 +40,10 @@ class Models:
             sign = 1 if method == "offload" else -1
             self.gpus.free = [free + sign * self.size for free in self.gpus.free]
         if method == "memory":
-            return [MemoryStats(int(self.size * GIB), 2, 3, int(free * GIB), TOTAL) for free in self.gpus.free]
+            return [
+                MemoryStats(int(self.size * GIB), 2, 3, int(free * GIB), TOTAL, int(2 * self.size * GIB))
+                for free in self.gpus.free
+            ]
         return [(int(free * GIB), TOTAL) for free in self.gpus.free]
 
 
@@ -127,3 +131,16 @@ def test_the_figures_of_a_phase_are_the_worst_process(tmp_path: Path) -> None:
     figures = memory.figures("train")
     assert figures["memory/train_allocated_gib"] == 21 and figures["memory/train_free_gib"] == 5
     assert figures["memory/train_reserved_gib"] == 2 / GIB and figures["memory/train_peak_gib"] == 3 / GIB
+    assert figures["memory/train_host_gib"] == 42
+
+
+def test_the_memory_of_the_driver_and_of_rays_objects_is_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = {"cluster_resources": 7 * GIB, "available_resources": 4 * GIB}
+    for name, size in resources.items():
+        monkeypatch.setattr(ray, name, lambda size=size: {"CPU": 1.0, "object_store_memory": size})
+    alone = PPOSystem.host_memory()
+    assert set(alone) == {"memory/driver_host_gib"} and 0.01 < alone["memory/driver_host_gib"] < 64
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    assert PPOSystem.host_memory()["memory/object_store_gib"] == 3
+    monkeypatch.setattr(ray, "cluster_resources", lambda: 1 / 0)
+    assert set(PPOSystem.host_memory()) == set(alone)

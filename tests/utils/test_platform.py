@@ -99,6 +99,7 @@ def test_tools_beside_the_interpreter_are_found(monkeypatch: pytest.MonkeyPatch)
 def test_memory_figures() -> None:
     stats = platform.memory_stats()
     assert 0 < stats.allocated <= stats.total and 0 < stats.free <= stats.total
+    assert 1 << 20 < stats.host <= stats.total
     assert "GiB free" in str(stats)
     platform.empty_cache()
     platform.reset_peak_memory()

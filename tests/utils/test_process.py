@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -66,3 +68,13 @@ def test_what_control_groups_grant(tmp_path: Path, groups: str, files: dict[str,
         path.write_text(text + "\n")
     assert process._granted_cores(tmp_path / "own", tmp_path / "root") == cores
     assert process._granted_cores(tmp_path / "missing", tmp_path / "root") == float("inf")
+
+
+def test_memory_of_a_process_and_of_those_that_it_started() -> None:
+    code = "block = bytearray(b'1' * (64 << 20)); print(len(block), flush=True); input()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout is not None and child.stdout.readline()
+        alone, both = process.resident_bytes(), process.resident_bytes(children=True)
+        child.communicate(b"\n", timeout=60)
+    assert 1 << 20 < alone and both > alone + (64 << 20)
