@@ -24,7 +24,14 @@ def train(command: str, module: str, argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 for a failure that was explained.
     """
     cfg = parse_cli(command, argv)
-    # Nothing heavy is imported before the flags are known to be right.
+    # Nothing heavy is imported before the flags are known to be right, and the columns, where that is quickly seen.
+    from openrlhf.datasets.sources import check_small_file
+
+    try:
+        check_small_file(cfg)
+    except ExplainedError as error:
+        print(f"\nerror: {error}", file=sys.stderr, flush=True)
+        return 1
     from openrlhf import platform
 
     platform.prepare_process()

@@ -153,7 +153,7 @@ def _check_estimator(cfg: PPOConfig) -> Iterator[Violation]:
             "nothing to compare: every advantage would be 0",
             "use 2 or more, or --advantage_estimator reinforce or gae",
         )
-    elif estimator == "pass_at_k" and cfg.pass_k >= n:
+    elif estimator == "pass_at_k" and 1 < n <= cfg.pass_k:
         yield Violation(
             "pass_k",
             f"pass_at_k compares subsets of {cfg.pass_k} responses, and --n_samples_per_prompt {n} has no two that "

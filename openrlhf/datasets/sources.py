@@ -34,6 +34,8 @@ logger = get_logger(__name__)
 
 _LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
+_SMALL_FILE_BYTES = 16 << 20
+
 _Configured: TypeAlias = SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig
 
 
@@ -119,6 +121,20 @@ def load_configured_rows(cfg: _Configured) -> Dataset:
         columns=needed_columns(cfg),
         texts=text_columns(cfg),
     )
+
+
+def check_small_file(cfg: _Configured) -> None:
+    """Look for the columns that the flags name where it takes next to no time: in one small local file.
+
+    The commands do so before they load torch and DeepSpeed, so that a slip shows at once.
+
+    Raises:
+        DataError: a column is missing, or the file can't be read.
+    """
+    paths = [Path(source.path) for source in parse_sources(cfg.dataset or "") if source.path]
+    if len(paths) == 1 and paths[0].is_file() and paths[0].stat().st_size <= _SMALL_FILE_BYTES:
+        rows = load_rows(str(cfg.dataset), split=cfg.dataset_split, columns=needed_columns(cfg))
+        require_columns(rows, dict(text_columns(cfg)), str(cfg.dataset))
 
 
 def text_columns(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from openrlhf.rollout.rewards.builtin import plain_answer
 from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.utils.logging import get_logger, note_once
+
+logger = get_logger(__name__)
 
 DEFAULT_SOURCE = "default"
 
@@ -68,11 +72,15 @@ def _reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def extra_log_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What rewards and agents want logged, averaged over the samples that have it."""
+    """What rewards and agents want logged, averaged over the samples that have it as a finite number."""
     columns: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.extra_logs.items():
-            columns.setdefault(name, []).append(value)
+            if math.isfinite(value):
+                columns.setdefault(name, []).append(value)
+            else:
+                told = f"the extra log {name!r} is NaN or infinite for some samples, which its mean leaves out"
+                note_once(logger, told, logging.WARNING)
     return {name: float(np.mean(values)) for name, values in columns.items()}
 
 

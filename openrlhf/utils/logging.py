@@ -42,8 +42,8 @@ def get_logger(name: str) -> logging.Logger:
 _seen: set[str] = set()
 
 
-def note_once(logger: logging.Logger, message: str) -> None:
-    """Log a message at INFO the first time it is given in this process."""
+def note_once(logger: logging.Logger, message: str, level: int = logging.INFO) -> None:
+    """Log a message the first time it is given in this process."""
     if message not in _seen:
         _seen.add(message)
-        logger.info("%s", message)
+        logger.log(level, "%s", message)

@@ -90,6 +90,8 @@ class TestGroups:
     def test_pass_at_k_needs_more_samples_than_k(self) -> None:
         flags = ["--advantage_estimator", "pass_at_k", "--n_samples_per_prompt"]
         assert "use --pass_k 3 or less" in violations(PPO, *flags, "4")["pass_k"]
+        for samples in ("0", "1"):  # there is no k that would do
+            assert set(violations(PPO, *flags, samples)) == {"n_samples_per_prompt"}
         assert not violations(PPO, *flags, "4", "--pass_k", "3") and not violations(PPO, *flags, "8")
 
     @pytest.mark.parametrize("n", ["0", "-1"])

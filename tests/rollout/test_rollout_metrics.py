@@ -75,6 +75,15 @@ def test_extra_logs_are_averaged_over_the_samples_that_have_them() -> None:
     assert figures(samples)["reward"] == 0.0
 
 
+def test_an_extra_log_that_is_not_finite_is_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    logs = [{"speed": 1.0, "ratio": math.nan}, {"speed": math.inf}, {"speed": 4.0}]
+    samples = [sample(0, 0.0, extra_logs=own) for own in logs]
+    for _ in range(2):
+        assert extra_log_means(samples) == {"speed": 2.5}
+    told = sorted(record.getMessage().split("'")[1] for record in caplog.records)
+    assert told == ["ratio", "speed"] and "NaN or infinite for some samples" in caplog.text
+
+
 def test_the_clip_ratio_counts_what_a_limit_has_cut() -> None:
     cut = sample(0, 1.0, prompt=4, actions=6, truncated=True, finish_reason="length")  # by max_len 10
     whole = sample(0, 1.0, prompt=2, actions=6)

@@ -35,9 +35,10 @@ def test_other_ranks_only_warn(
 
 
 def test_notes_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    seen: list[tuple[int, str]] = []
     logger = get_logger("openrlhf.test")
-    monkeypatch.setattr(logger, "info", lambda form, text: seen.append(text))
-    note_once(logger, "a note of this test")
-    note_once(logger, "a note of this test")
-    assert seen == ["a note of this test"]
+    monkeypatch.setattr(logger, "log", lambda level, form, text: seen.append((level, text)))
+    for _ in range(2):
+        note_once(logger, "a note of this test")
+        note_once(logger, "a warning of this test", logging.WARNING)
+    assert seen == [(logging.INFO, "a note of this test"), (logging.WARNING, "a warning of this test")]
