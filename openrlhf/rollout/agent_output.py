@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from openrlhf.rollout.trajectory import BoolArray, FloatArray, IntArray, Traject
 
 logger = logging.getLogger(__name__)
 
+CUT_TOKENS = "cut_observation_tokens"
+"""Key of the metadata: how many tokens of what the policy was shown did not fit. Only there where some were cut."""
+
 _KEYS = (
     'Return {"prompt", "label", "observation_tokens": [ids], "action_ranges": [(start, end)], '
     '"rollout_log_probs": [floats] or None, "reward", "scores", "truncated", "extra_logs"}.'
@@ -29,6 +33,7 @@ def trajectory_from_agent_output(
     group_id: int,
     sample_index: int,
     calls: Sequence[EngineCall] = (),
+    max_length: int | None = None,
     weight_version: int = 0,
     want_logprobs: bool = False,
     metadata: Mapping[str, Any] | None = None,
@@ -42,13 +47,14 @@ def trajectory_from_agent_output(
     Args:
         output: what `execute` returned.
         calls: the episode's generations.
+        max_length: most tokens of the episode; what is beyond it, behind all actions, is cut. None = no limit.
         weight_version: of the tokens, where there were no calls.
         want_logprobs: training needs sampling log-probabilities.
         metadata: facts to attach to the trajectory.
         where: sample and executor, for messages.
 
     Raises:
-        AgentError: a key is missing or a value breaks the contract.
+        AgentError: a key is missing, a value breaks the contract, or actions are beyond `max_length`.
     """
     if not isinstance(output, Mapping):
         raise AgentError(f"{where} returned {type(output).__name__}, not a dict. {_KEYS}")
@@ -81,14 +87,19 @@ def trajectory_from_agent_output(
     facts = dict(metadata or {})
     if unmatched:
         facts["unsampled_action_ranges"] = unmatched
+    images = _images(ids, mask, calls, where)
+    end = _kept(len(ids), ranges[-1][1], images, max_length, where)
+    if end < len(ids):
+        facts[CUT_TOKENS] = facts.get(CUT_TOKENS, 0) + len(ids) - end
+        warn_of_cut(where.rpartition(": ")[2], "put behind the last action")
     return Trajectory(
         prompt_id=prompt_id,
         group_id=group_id,
         sample_index=sample_index,
-        token_ids=ids,
-        action_mask=mask,
-        logprobs=logprobs,
-        weight_version=versions,
+        token_ids=ids[:end],
+        action_mask=mask[:end],
+        logprobs=None if logprobs is None else logprobs[:end],
+        weight_version=versions[:end],
         reward=reward,
         score=reward if score is None else score,
         step_rewards=_step_rewards(output.get("step_rewards"), where),
@@ -96,8 +107,31 @@ def trajectory_from_agent_output(
         truncated=_flag(truncated),
         extra_logs=_extra_logs(output.get("extra_logs"), where),
         metadata=facts,
-        images=_images(ids, mask, calls, where),
+        images=tuple(image for image in images if image.offset < end),
     )
+
+
+@functools.cache
+def warn_of_cut(agent: str, what: str) -> None:
+    """Say once of each agent that some of its text did not fit."""
+    logger.warning(
+        "some of what %s %s is beyond the limit of tokens (--max_len) and was cut; the metric "
+        "rollout/cut_observations_rate counts such samples",
+        agent,
+        what,
+    )
+
+
+def _kept(length: int, actions_end: int, images: Sequence[PlacedImage], max_length: int | None, where: str) -> int:
+    """How many of the tokens stay: all that fit, but no part of an image."""
+    if max_length is None or length <= max_length:
+        return length
+    if actions_end > max_length:
+        raise AgentError(
+            f"{where} returned {length} tokens, the last action ends at {actions_end}, and --max_len is {max_length}; "
+            "llm_engine.generate() never goes past it, so an action must be where it was sampled"
+        )
+    return min([max_length, *(i.offset for i in images if i.offset < max_length < i.offset + i.length)])
 
 
 def _images(ids: IntArray, mask: BoolArray, calls: Sequence[EngineCall], where: str) -> tuple[PlacedImage, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from openrlhf.rollout.agent_engine import AgentSamplingParams
+from openrlhf.rollout.agent_output import CUT_TOKENS, warn_of_cut
 from openrlhf.rollout.errors import AgentError
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.rewards import RewardClient, RewardRequest, RewardResult, make_reward_source
@@ -103,6 +104,7 @@ class Episode:
         text: what they say.
         logprobs: 0 where the policy did not sample; None where nobody asked for them, or the engine gave none.
         ranges: start and end of each turn among the ids.
+        cut_tokens: how many of the first observation did not fit.
     """
 
     ids: list[int]
@@ -114,6 +116,7 @@ class Episode:
     score: Any = None
     extra_logs: Any = None
     truncated: bool = False
+    cut_tokens: int = 0
     images: list[PlacedImage] = field(default_factory=list)
 
     def output(self, prompt: str, label: Any) -> dict[str, Any]:
@@ -128,6 +131,7 @@ class Episode:
             "rollout_log_probs": self.logprobs,
             "truncated": self.truncated,
             "extra_logs": self.extra_logs or {},
+            "metadata": {CUT_TOKENS: self.cut_tokens} if self.cut_tokens else {},
         }
 
     def append(self, ids: Sequence[int], logprobs: Sequence[float] | None = None) -> None:
@@ -187,8 +191,11 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         where = f"{getattr(llm_engine, 'name', 'sample')}: {self.agent_instance_cls.__name__}"
         agent = await self._new_instance()
         text = await self._first_observation(agent, prompt, label, where)
-        ids, placed = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        episode = Episode(ids, text, [0.0] * len(ids) if sampling_params.logprobs is not None else None, images=placed)
+        ids, placed, cut = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
+        episode = Episode(ids, text, logprobs, images=placed, cut_tokens=cut)
+        if cut:
+            warn_of_cut(self.agent_instance_cls.__name__, "returned from reset()")
         sampling_params.max_tokens = None
         done = False
         while not done:
@@ -264,9 +271,11 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict[str, Any]:
         """Plays one episode; see AgentExecutorBase.execute."""
-        ids, placed = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        ids, placed, cut = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
         logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
-        episode = Episode(list(ids), prompt, logprobs, images=placed)
+        episode = Episode(list(ids), prompt, logprobs, images=placed, cut_tokens=cut)
+        if cut:
+            warn_of_cut(type(self).__name__, "took as the prompt")
         await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
         output = episode.output(prompt, label)
         if self._rewards is None:
@@ -281,16 +290,16 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 def _first_ids(
     text: str, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
-) -> tuple[list[int], list[PlacedImage]]:
-    """Ids of the first observation, cut behind BOS so that there is room for an answer, and its images."""
+) -> tuple[list[int], list[PlacedImage], int]:
+    """Ids of the first observation, cut behind BOS so that there is room for an answer; its images; tokens cut off."""
     known = getattr(llm_engine, "prompt_token_ids", None)
     placed = list(getattr(llm_engine, "placed", ()))
     if known and text == prompt and prompt == getattr(llm_engine, "prompt_text", None):
-        return list(known), placed
+        return list(known), placed, 0
     ids = first_ids(hf_tokenizer, text, like=known or ())
     limit = max(1, max_length - (sampling_params.max_tokens or 1))
     if not placed:
-        return last_ids(hf_tokenizer, ids, limit), []
+        return last_ids(hf_tokenizer, ids, limit), [], max(0, len(ids) - limit)
     name = getattr(llm_engine, "name", "sample")
     try:
         ids, placed = llm_engine.images.place(ids, [image.data for image in placed])
@@ -298,7 +307,7 @@ def _first_ids(
         raise AgentError(f"{name}: the observation that reset() returned: {error}") from error
     if len(ids) > limit:
         raise AgentError(f"{name}: the observation has images and {len(ids)} tokens, the limit is {limit}")
-    return ids, placed
+    return ids, placed, 0
 
 
 async def _new_images(value: Any, episode: Episode, llm_engine: Any, where: str) -> list[bytes]:

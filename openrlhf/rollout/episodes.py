@@ -360,6 +360,7 @@ async def _agent_episode(
                 group_id=item.group_id,
                 sample_index=index,
                 calls=agent_engine.calls,
+                max_length=spec.max_length,
                 weight_version=spec.weight_version,
                 want_logprobs=spec.sampling.logprobs,
                 metadata={**item.metadata, **_metadata_of(part), "prompt": item.text, "label": item.label},

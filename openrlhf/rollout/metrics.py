@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from openrlhf.rollout.agent_output import CUT_TOKENS
 from openrlhf.rollout.rewards.builtin import plain_answer
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.utils.logging import get_logger, note_once
@@ -24,7 +25,7 @@ def rollout_metrics(
 
     Every sample has the same weight, however many turns or tokens it has; `group_reward_std` weighs groups
     equally and leaves out groups of one. Rewards and scores that are not there yet (a reward model gives them later)
-    are left out.
+    are left out. `rollout/cut_observations_rate` is there where an agent's text did not fit.
 
     Args:
         trajectories: all samples of the rollout.
@@ -46,6 +47,9 @@ def rollout_metrics(
         "rollout/truncated_rate": float(truncated.mean()),
         "rollout/num_samples": float(len(trajectories)),
     }
+    cut = sum(CUT_TOKENS in t.metadata for t in trajectories)
+    if cut:
+        metrics["rollout/cut_observations_rate"] = cut / len(trajectories)
     scored = [t for t in trajectories if t.score is not None]
     if scored:
         metrics["score"] = float(np.mean([t.score for t in scored]))
