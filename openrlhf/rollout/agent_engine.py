@@ -142,11 +142,16 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A record of one generation: what went in and what was sampled."""
+    """A record of one generation: what went in and what was sampled.
+
+    Attributes:
+        limit: most tokens that it could have, where that is less than the episode had room for.
+    """
 
     prompt_token_ids: list[int]
     result: GenerationResult
     images: tuple[PlacedImage, ...] = ()
+    limit: int | None = None
 
 
 class AgentEngine:
@@ -221,7 +226,7 @@ class AgentEngine:
             return self._output(prompt, GenerationResult([], None, "length"), sampling)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         result = await self._call(prompt, self._prepared(sampling, limit), images)
-        self.calls.append(EngineCall(prompt, result, images))
+        self.calls.append(EngineCall(prompt, result, images, limit if limit < room else None))
         return self._output(prompt, result, sampling)
 
     async def _with_images(self, prompt: list[int], data: Any) -> tuple[list[int], tuple[PlacedImage, ...]]:

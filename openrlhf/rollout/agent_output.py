@@ -68,22 +68,12 @@ def trajectory_from_agent_output(
         mask[start:end] = True
     sampled = _match_calls(ids, ranges, calls)
     versions, unmatched = _versions(ids, ranges, sampled, calls, weight_version)
-    if unmatched:
-        logger.warning(
-            "%s: %d of %d action ranges hold ids that the engine did not sample there; training on them "
-            "is off-policy. Append outputs[0].token_ids as they are, don't encode text again.",
-            where,
-            unmatched,
-            len(ranges),
-        )
+    _warn_of_unsampled(unmatched, len(ranges), where)
     logprobs = _logprobs(output.get("rollout_log_probs"), ids, ranges, mask, sampled, where) if want_logprobs else None
     reward = _optional_number(output.get("reward"), "reward", where)
     score = _optional_number(output.get("scores"), "scores", where)
-    truncated = output.get("truncated")
     last = sampled[-1] or (calls[-1] if calls else None)
-    if truncated is None:  # executors of 0.9.x don't say: the last turn's finish reason does
-        truncated = last is not None and last.result.finish_reason == "length"
-    finish = "length" if _flag(truncated) else (last.result.finish_reason if last is not None else "stop")
+    truncated, finish = _ending(output.get("truncated"), last)
     facts = dict(metadata or {})
     if unmatched:
         facts["unsampled_action_ranges"] = unmatched
@@ -104,11 +94,30 @@ def trajectory_from_agent_output(
         score=reward if score is None else score,
         step_rewards=_step_rewards(output.get("step_rewards"), where),
         finish_reason=finish,
-        truncated=_flag(truncated),
+        truncated=truncated,
+        turn_limit=None if last is None else last.limit,
         extra_logs=_extra_logs(output.get("extra_logs"), where),
         metadata=facts,
         images=tuple(image for image in images if image.offset < end),
     )
+
+
+def _warn_of_unsampled(unmatched: int, total: int, where: str) -> None:
+    if unmatched:
+        logger.warning(
+            "%s: %d of %d action ranges hold ids that the engine did not sample there; training on them "
+            "is off-policy. Append outputs[0].token_ids as they are, don't encode text again.",
+            where,
+            unmatched,
+            total,
+        )
+
+
+def _ending(truncated: Any, last: EngineCall | None) -> tuple[bool, str]:
+    """Whether a limit cut the episode, and its finish reason; executors of 0.9.x leave it to the last turn's."""
+    reason = "stop" if last is None else last.result.finish_reason
+    cut = reason == "length" if truncated is None else _flag(truncated)
+    return cut, "length" if cut else reason
 
 
 @functools.cache

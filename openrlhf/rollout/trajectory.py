@@ -39,6 +39,7 @@ class Trajectory:
         step_rewards: (position, value) pairs for rewards of single steps; positions are action tokens.
         finish_reason: "stop", "length" or "abort", of the last turn.
         truncated: the length limit cut the last turn or the episode.
+        turn_limit: most tokens of the last turn, where an agent's request had less than the episode's room.
         extra_logs: numbers that the reward or the agent wants logged.
         metadata: label, datasource, prompt text and other facts about the sample.
         timings: seconds spent, by name.
@@ -60,6 +61,7 @@ class Trajectory:
     step_rewards: tuple[tuple[int, float], ...] = ()
     finish_reason: str = "stop"
     truncated: bool = False
+    turn_limit: int | None = None
     extra_logs: Mapping[str, float] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
@@ -132,15 +134,16 @@ class Trajectory:
         """Tokens that were left until a length limit cuts it; 0 where one did.
 
         Args:
-            max_new_tokens: limit of each turn, of which the last counts; None = none.
+            max_new_tokens: limit of each turn, of which the last counts, where `turn_limit` has none; None = none.
             max_len: limit of prompt and everything after it.
         """
         room = max_len - self.total_length
-        if max_new_tokens is not None:
+        limit = max_new_tokens if self.turn_limit is None else self.turn_limit
+        if limit is not None:
             actions = np.flatnonzero(self.action_mask)
             starts = np.flatnonzero(np.diff(actions, prepend=-2) > 1)  # of the turns, among the action tokens
             last_turn = len(actions) - int(starts[-1]) if starts.size else 0
-            room = min(room, max_new_tokens - last_turn)
+            room = min(room, limit - last_turn)
         return max(room, 0)
 
     @property

@@ -160,7 +160,7 @@ def with_model_scores(trajectories: Sequence[Trajectory], scores: np.ndarray) ->
 
 
 def turn_limit(cfg: PPOConfig) -> int | None:
-    """What cuts a response besides ``--max_len``; None for agents, whose turns have limits of their own if any."""
+    """What cuts a response besides ``--max_len``; None for agents, whose trajectories know what limit a turn had."""
     return None if cfg.agent_func_path else cfg.max_new_tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_room_until_a_limit_cuts_the_last_turn(mask: str, limit: int | None) -> 
     for max_len in (len(mask), len(mask) + 2, 100):
         left = [max_len - len(mask), *([] if limit is None else [limit - last_turn])]
         assert trajectory.room(limit, max_len) == max(0, min(left))
+        assert replace(trajectory, turn_limit=limit).room(1 if limit else None, max_len) == max(0, min(left))
 
 
 @pytest.mark.parametrize("lists", [True, False])
