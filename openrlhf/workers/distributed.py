@@ -14,7 +14,7 @@ import torch.distributed as dist
 from openrlhf import platform
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.network import let_gloo_listen_towards
-from openrlhf.utils.process import free_port
+from openrlhf.workers.rendezvous import open_store
 
 DEFAULT_TIMEOUT_S = 1800
 
@@ -53,10 +53,11 @@ def init_distributed(local_rank: int = -1, timeout_s: float = DEFAULT_TIMEOUT_S)
     """
     if local_rank >= 0:
         os.environ["LOCAL_RANK"] = str(local_rank)
+    store = None
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        store = open_store("127.0.0.1", 1)  # keeps its port: one that is only looked up may be taken before its use
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        os.environ["MASTER_PORT"] = str(free_port("127.0.0.1"))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
     missing = [k for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if k not in os.environ]
     if missing:
         raise DistributedError(f"environment lacks {', '.join(missing)}; start with torchrun or deepspeed")
@@ -68,7 +69,7 @@ def init_distributed(local_rank: int = -1, timeout_s: float = DEFAULT_TIMEOUT_S)
         let_gloo_listen_towards(os.environ["MASTER_ADDR"], several_nodes=size > platform.local_processes(size))
         try:
             dist.init_process_group(
-                platform.dist_backend(), rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+                platform.dist_backend(), store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
             )
         except (RuntimeError, ValueError) as error:
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -17,8 +17,18 @@ ROOT = str(Path(__file__).parents[2])
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 ALONE = """
+import os, socket
 import torch.distributed as dist
 from openrlhf.workers.distributed import init_distributed, shutdown
+join = dist.init_process_group
+def raced(*args, **options):  # another process wants the port just before it is used
+    with socket.socket() as other:
+        try:
+            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        except OSError:
+            return join(*args, **options)
+    raise AssertionError("the port is free")
+dist.init_process_group = raced
 world = init_distributed(timeout_s=30)
 assert (world.rank, world.size, world.local_rank, world.is_first) == (0, 1, 0, True)
 assert init_distributed() == world

@@ -1,4 +1,4 @@
-"""Makes the gloo transport known to vLLM, in every process that vLLM starts.
+"""Makes the transports of this package known to vLLM, in every process that vLLM starts.
 
 vLLM finds :func:`register` through the ``vllm.general_plugins`` entry point of an installed openrlhf, and through
 :class:`WorkerExtension` (``worker_extension_cls``) where openrlhf is only on the path.
@@ -23,14 +23,17 @@ ENGINE_PID_VARIABLE = "OPENRLHF_ENGINE_PID"
 """Set by an engine actor to its process id; the vLLM processes below it die with their parents."""
 
 _MODULE = "openrlhf.engines.weight_sync.gloo"
+_NCCL_MODULE = "openrlhf.engines.weight_sync.nccl"
 
 
 def register() -> None:
-    """Register the ``gloo`` transport with both of vLLM's factories; calling it again does nothing."""
+    """Register ``gloo`` with both of vLLM's factories, and a sender of ``nccl``; calling it again does nothing."""
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", _MODULE, "GlooWeightTransferEngine")
     if "gloo" not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine("gloo", _MODULE, "GlooTrainerWeightTransferEngine")
+    if "nccl_held_port" not in WeightTransferTrainerFactory._registry:
+        WeightTransferTrainerFactory.register_engine("nccl_held_port", _NCCL_MODULE, "HeldPortTrainerEngine")
     if os.environ.get(ENGINE_PID_VARIABLE, str(os.getpid())) != str(os.getpid()):
         die_with_parent()
     if os.environ.get(IMAGES_VARIABLE):

@@ -24,7 +24,6 @@ from openrlhf import platform
 from openrlhf.cluster.group import WorkerGroup
 from openrlhf.engines.weight_sync import plugin
 from openrlhf.utils.network import node_address
-from openrlhf.utils.process import free_port
 
 IPC_BUFFER_BYTES = 1024 * 1024 * 1024
 """Size of the one buffer of the ``ipc`` transport, which holds whole tensors: more where a single one is larger."""
@@ -144,12 +143,11 @@ def _init_info(transport: str, rank: int, workers: int, largest: int, timeout: f
 
         buffer_bytes = max(IPC_BUFFER_BYTES, largest)
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    from openrlhf.engines.weight_sync.nccl import HeldPortInitInfo
 
-    return NCCLTrainerInitInfo(
+    return HeldPortInitInfo(
         rank=rank,
         master_address=node_address(),
-        master_port=free_port(),
         world_size=1 + workers,
         packed=True,
         packed_buffer_size_bytes=NCCL_BUFFER_BYTES,
