@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from openrlhf.config import COMMANDS
+from openrlhf.utils.former_names import INSTEAD, explain
 
 
 def usage() -> str:
@@ -69,6 +70,10 @@ def run(words: Sequence[str]) -> int:
 
         return hooks_main(rest)
     if command not in COMMANDS:
+        former = f"openrlhf.cli.{command.replace('-', '_')}"
+        if former in INSTEAD:
+            print(f"openrlhf: {explain(former)}", file=sys.stderr)
+            return 2
         near = get_close_matches(command.replace("-", "_"), [*COMMANDS, "config", "hooks"], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"openrlhf: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr)

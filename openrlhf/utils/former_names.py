@@ -22,7 +22,18 @@ _TRAINER_NAMES = (
     *("PPOTrainer", "SFTTrainer", "RewardModelTrainer", "DPOTrainer", "KTOTrainer"),
 )
 
+_TEACHER = (
+    "it was removed from OpenRLHF, too; openrlhf train_sft trains on what a teacher wrote (openrlhf batch_inference)"
+)
+_FORMER_COMMANDS = {
+    "train_kd": _TEACHER,
+    "train_prm": "it was removed from OpenRLHF, too; openrlhf train_rm trains a reward model of whole answers",
+    "train_ppo": "openrlhf train_ppo_ray trains by PPO, also on one GPU or a CPU (--colocate_all_models)",
+    "interactive_chat": "it was removed from OpenRLHF, too; vllm serve and vllm chat talk to a saved model",
+}
+
 INSTEAD = {
+    **{f"openrlhf.cli.{name}": instead for name, instead in _FORMER_COMMANDS.items()},
     "openrlhf.utils.get_strategy": _SETUP,
     "openrlhf.utils.get_processor": _IMAGES,
     "openrlhf.utils.deepspeed": _SETUP,
@@ -84,8 +95,8 @@ class _Finder:
         """Say what to use instead of a name of this package.
 
         Raises:
-            ImportError: the name is not here, and something imports it. `importlib.util.find_spec` only asks, and gets
-                the answer that there is none; nothing but the caller tells the two apart.
+            ImportError: the name is not here, and something imports it or runs it (``python -m``). Who only asks
+                `importlib.util.find_spec` gets the answer that there is none; the caller alone tells them apart.
         """
         if fullname.startswith("openrlhf.") and not _only_asked():
             raise ImportError(explain(fullname), name=fullname)
@@ -95,7 +106,9 @@ def _only_asked() -> bool:
     frame = inspect.currentframe()
     for _ in range(3):  # this function, the finder, and importlib's loop over finders
         frame = frame and frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
+    if frame is None or frame.f_globals.get("__name__") != "importlib.util":
+        return False
+    return frame.f_back is None or frame.f_back.f_globals.get("__name__") != "runpy"
 
 
 def install() -> None:

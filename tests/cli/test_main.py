@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -28,6 +29,15 @@ def test_no_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixtur
 def test_a_wrong_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train_sftt"]) == 2
     assert "did you mean train_sft?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, advice", [("train_kd", "openrlhf train_sft"), ("train-ppo", "openrlhf train_ppo_ray")])
+def test_a_former_command_says_what_to_use(name: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--pretrain", "m"]) == 2
+    told = capsys.readouterr().err
+    assert advice in told and "does not exist here" in told
+    with pytest.raises(ImportError, match=advice):  # as python -m and torchrun do
+        runpy.run_module(f"openrlhf.cli.{name.replace('-', '_')}", run_name="__main__")
 
 
 def test_flags_reach_the_command(capsys: pytest.CaptureFixture[str]) -> None:

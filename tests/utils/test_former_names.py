@@ -46,6 +46,7 @@ ABSENT = {
     "openrlhf.utils.loss_utils": "get_loss_batch_info",
     "openrlhf.utils.remote_rm_utils": "remote_rm_fn",
     "openrlhf.utils.processor": "get_processor",
+    **{f"openrlhf.cli.{name}": "main" for name in ("train_kd", "train_prm", "train_ppo", "interactive_chat")},
 }
 
 
