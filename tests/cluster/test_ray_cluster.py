@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from openrlhf.cluster import ray_cluster
-from openrlhf.cluster.placement import plan_placement
+from openrlhf.cluster.placement import Group, PlacementPlan, Role, order_devices, plan_placement
 from openrlhf.cluster.ray_cluster import Cluster, Device, forwarded_environment
 from openrlhf.config import PPOConfig
 from openrlhf.utils.process import chosen_threads
@@ -119,3 +119,28 @@ def test_a_ray_of_its_own_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.stdout.splitlines() == ["Ray: started for this run 1", "None False", "left False"], (
         run.stdout + run.stderr
     )
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_processes_see_gpus_of_the_outer_list_only(colocated: bool, size: int) -> None:
+    """Of CUDA_VISIBLE_DEVICES=2,3,5,7 each process has its own, but for those that share them on purpose."""
+    actor, engine = Role("actor", 4 if colocated else 2), Role("engine", (4 if colocated else 2) // size, size)
+    groups = (Group((actor, engine)),) if colocated else (Group((actor,)), Group((engine,)))
+    left = ["5", "2", "7", "3"]  # in no order: bundles are where Ray puts them
+    devices = {}
+    for group in groups:
+        found = [("node", [left.pop() for _ in range(group.bundle_devices)]) for _ in range(group.bundles)]
+        places = order_devices(found, group.bundle_devices)
+        devices[group.name] = [Device(None, *place) for place in places]  # type: ignore[arg-type]
+    cluster = Cluster(PlacementPlan(groups, "GPU"), devices)
+    seen = {
+        role.name: [str(cluster.visible_devices(role.name, i)).split(",") for i in range(role.processes)]
+        for role in (actor, engine)
+    }
+    assert {len(own) for own in seen["actor"]} == {1} and {len(own) for own in seen["engine"]} == {size}
+    actors, engines = (sum(seen[name], []) for name in ("actor", "engine"))
+    if colocated:  # ranks beside each other have the GPUs of one engine, in its order
+        assert actors == engines and sorted(actors) == ["2", "3", "5", "7"]
+    else:
+        assert sorted(actors + engines) == ["2", "3", "5", "7"]
