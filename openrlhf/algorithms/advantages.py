@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.packed import sequence_ids, sequence_sum, zero_masked
+from openrlhf.algorithms.packed import sequence_ids, zero_masked
 from openrlhf.algorithms.registry import Registry
 
 GROUP_STD_EPS = 1e-9
@@ -148,14 +149,12 @@ def compute_advantages(estimator: str, columns: RolloutColumns, settings: Advant
     _check_columns(estimator, spec, columns)
     result = spec.function(columns, settings)
     advantages = zero_masked(result.advantages, columns.action_mask)
+    returns = zero_masked(result.returns, columns.action_mask).float()
+    token_rewards, sequence_returns = result.token_rewards.float(), result.sequence_returns.float()
+    del result  # before whitening needs as much memory again
     if spec.whiten:
         advantages = whiten(advantages, columns.action_mask, std_norm=settings.std_norm)
-    return Advantages(
-        advantages=advantages.float(),
-        returns=zero_masked(result.returns, columns.action_mask).float(),
-        token_rewards=result.token_rewards.float(),
-        sequence_returns=result.sequence_returns.float(),
-    )
+    return Advantages(advantages.float(), returns, token_rewards, sequence_returns)
 
 
 def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> None:
@@ -196,12 +195,13 @@ def _check_columns(name: str, spec: EstimatorSpec, columns: RolloutColumns) -> N
 # --- rewards of tokens ----------------------------------------------------------------------------
 
 
-def last_actions(action_mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """int64 ``[S]``, packed index of each sequence's last action token; -1 where there is none."""
-    tokens = action_mask.numel()
-    position = torch.where(action_mask, torch.arange(tokens, device=action_mask.device), -1)
-    last = torch.full((cu_seqlens.numel() - 1,), -1, device=action_mask.device)
-    return last.scatter_reduce(0, sequence_ids(cu_seqlens, tokens), position, "amax")
+def _action_positions(mask: Tensor, cu_seqlens: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Packed index of every action token ``[A]``, and the place of each sequence's first one among them ``[S + 1]``.
+
+    A rollout has tens of millions of tokens. NumPy takes and puts some of them many times as fast as torch does.
+    """
+    positions = np.flatnonzero(mask.numpy())
+    return positions, np.searchsorted(positions, cu_seqlens.numpy())
 
 
 def place_token_rewards(columns: RolloutColumns, outcomes: Tensor, kl_coef: float, *, use_steps: bool) -> Tensor:
@@ -218,23 +218,22 @@ def place_token_rewards(columns: RolloutColumns, outcomes: Tensor, kl_coef: floa
         use_steps: whether step rewards stay where they were earned.
     """
     mask, cu_seqlens = columns.action_mask, columns.cu_seqlens
-    tokens = mask.numel()
-    rewards = torch.zeros(tokens, dtype=torch.float64, device=mask.device)
-    last = last_actions(mask, cu_seqlens)
-    has_action = last >= 0
+    rewards = torch.zeros(mask.numel(), dtype=torch.float64)
+    positions, bounds = _action_positions(mask, cu_seqlens)
+    first, last = bounds[:-1], bounds[1:] - 1
+    has_action = first <= last
     if use_steps and columns.step_rewards is not None:
         steps = columns.step_rewards.double()
-        outcomes = outcomes - sequence_sum(steps, cu_seqlens)
-        ids = sequence_ids(cu_seqlens, tokens)
-        index = torch.arange(tokens, device=mask.device)
-        before = torch.where(mask, index, -1).cummax(0).values
-        after = torch.where(mask, index, tokens).flip(0).cummin(0).values.flip(0)
-        target = torch.where(before >= cu_seqlens[ids], before, after)
-        earned = has_action[ids] & (steps != 0)
-        rewards.index_add_(0, target[earned], steps[earned])
-    rewards.index_add_(0, last[has_action], outcomes.double()[has_action])
+        outcomes = outcomes - _sequence_sums(steps, cu_seqlens)
+        earned = np.flatnonzero(steps.numpy())
+        sequence = np.searchsorted(cu_seqlens.numpy(), earned, side="right") - 1
+        earned, sequence = earned[has_action[sequence]], sequence[has_action[sequence]]
+        before = np.searchsorted(positions, earned, side="right") - 1
+        target = positions[np.maximum(before, first[sequence])]
+        rewards.index_add_(0, torch.from_numpy(target), steps[torch.from_numpy(earned)])
+    rewards.numpy()[positions[last[has_action]]] += outcomes.double().numpy()[has_action]
     if columns.kl is not None and kl_coef != 0:
-        rewards = rewards - kl_coef * zero_masked(columns.kl.double(), mask)
+        rewards -= zero_masked(columns.kl, mask).double().mul_(kl_coef)
     return rewards
 
 
@@ -318,36 +317,53 @@ def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
 # --- recursions over action tokens ----------------------------------------------------------------
 
 
+GRID_CELLS = 2**24
+"""Numbers that a recursion lays out at a time (128 MiB): all sequences at the length of the longest may not fit."""
+
+
 def _discounted_sums(terms: Tensor, decay: float, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """``x[i] = terms[i] + decay * x[i + 1]`` over each sequence's action tokens; 0 elsewhere. ``[N]``."""
-    ids = sequence_ids(cu_seqlens, mask.numel())[mask]
-    counts = torch.bincount(ids, minlength=cu_seqlens.numel() - 1)
-    width = int(counts.max()) if counts.numel() else 0
-    result = torch.zeros_like(terms)
-    # one row a sequence, actions aligned to the left; the zeros behind them do not disturb the recursion
-    column = torch.arange(ids.numel(), device=ids.device) - (counts.cumsum(0) - counts)[ids]
-    grid = terms.new_zeros(counts.numel(), width)
-    grid[ids, column] = terms[mask]
+    positions, bounds = _action_positions(mask, cu_seqlens)
+    actions = terms.numpy()[positions]
+    rows = np.split(actions, bounds[1:-1])
     if decay == 1.0:
-        grid = grid.flip(1).cumsum(1).flip(1)
+        for row in rows:
+            row[:] = np.cumsum(row[::-1])[::-1]
     elif decay != 0.0:
-        grid = grid.t().contiguous()
-        for t in range(width - 2, -1, -1):
-            grid[t] += decay * grid[t + 1]
-        grid = grid.t()
-    result[mask] = grid[ids, column]
+        rows.sort(key=len, reverse=True)
+        while rows and len(rows[0]):
+            count = max(1, GRID_CELLS // len(rows[0]))
+            _discount_together(rows[:count], decay)
+            rows = rows[count:]
+    result = torch.zeros_like(terms)
+    result.numpy()[positions] = actions
     return result
+
+
+def _discount_together(rows: Sequence[np.ndarray], decay: float) -> None:
+    """The recursion in place, one step of all rows at a time; the first row is the longest."""
+    grid = np.zeros((len(rows[0]), len(rows)))
+    for column, row in enumerate(rows):  # the zeros behind a row do not disturb the recursion
+        grid[: len(row), column] = row
+    for t in range(len(grid) - 2, -1, -1):
+        grid[t] += decay * grid[t + 1]
+    for column, row in enumerate(rows):
+        row[:] = grid[: len(row), column]
 
 
 def _next_action(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Value at the next action token of the same sequence; 0 after the last one and off the mask. ``[N]``."""
-    index = mask.nonzero().flatten()
+    positions, bounds = _action_positions(mask, cu_seqlens)
+    following = np.append(values.numpy()[positions[1:]], 0.0)[: positions.size]
+    following[bounds[1:][bounds[1:] > bounds[:-1]] - 1] = 0.0
     result = torch.zeros_like(values)
-    if index.numel() > 1:
-        ids = sequence_ids(cu_seqlens, mask.numel())[index]
-        following = torch.where(ids[1:] == ids[:-1], values[index[1:]], torch.zeros((), dtype=values.dtype))
-        result[index[:-1]] = following
+    result.numpy()[positions] = following
     return result
+
+
+def _sequence_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Sum of ``values[N]`` over each sequence, ``[S]``, without an index for every token."""
+    return torch.segment_reduce(values, "sum", lengths=cu_seqlens.diff())
 
 
 def _discounted(
@@ -355,7 +371,7 @@ def _discounted(
 ) -> Advantages:
     token_rewards = place_token_rewards(columns, outcomes, settings.kl_coef, use_steps=use_steps)
     returns = _discounted_sums(token_rewards, settings.gamma, columns.action_mask, columns.cu_seqlens)
-    return Advantages(returns, returns, token_rewards, sequence_sum(token_rewards, columns.cu_seqlens))
+    return Advantages(returns, returns, token_rewards, _sequence_sums(token_rewards, columns.cu_seqlens))
 
 
 def whiten(values: Tensor, mask: Tensor, *, std_norm: bool = True) -> Tensor:
@@ -366,12 +382,12 @@ def whiten(values: Tensor, mask: Tensor, *, std_norm: bool = True) -> Tensor:
     clean = zero_masked(values.double(), mask)
     count = mask.sum().clamp(min=1)
     mean = clean.sum() / count
-    centred = zero_masked(clean - mean, mask)
-    std = ((centred**2).sum() / count).sqrt()
+    centred = clean.sub_(mean).masked_fill_(~mask, 0.0)
+    std = (centred.square().sum() / count).sqrt()
     # rounding in the mean must not be blown up to a signal
-    negligible = std <= 1e-12 * mean.abs()
-    centred = torch.where(negligible, torch.zeros_like(centred), centred)
-    return centred / (std + WHITEN_EPS) if std_norm else centred
+    if std <= 1e-12 * mean.abs():
+        return centred.zero_()
+    return centred.div_(std + WHITEN_EPS) if std_norm else centred
 
 
 # --- estimators -----------------------------------------------------------------------------------
@@ -389,9 +405,9 @@ def gae(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     outcomes = _clip(columns.rewards.double(), settings)
     token_rewards = place_token_rewards(columns, outcomes, settings.kl_coef, use_steps=True)
     values = zero_masked(columns.values.double(), mask)
-    delta = token_rewards + settings.gamma * _next_action(values, mask, cu_seqlens) - values
+    delta = _next_action(values, mask, cu_seqlens).mul_(settings.gamma).add_(token_rewards).sub_(values)
     advantages = _discounted_sums(delta, settings.gamma * settings.lambd, mask, cu_seqlens)
-    return Advantages(advantages, advantages + values, token_rewards, sequence_sum(token_rewards, cu_seqlens))
+    return Advantages(advantages, values.add_(advantages), token_rewards, _sequence_sums(token_rewards, cu_seqlens))
 
 
 @register_advantage_estimator("reinforce", whiten=True)
@@ -449,7 +465,7 @@ def rloo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
 @register_advantage_estimator("opo", needs_group=True)
 def opo(columns: RolloutColumns, settings: AdvantageSettings) -> Advantages:
     """OPO: the baseline is the group's mean reward weighted by response length (arXiv:2505.23585)."""
-    lengths = sequence_sum(columns.action_mask.double(), columns.cu_seqlens)
+    lengths = _sequence_sums(columns.action_mask.double(), columns.cu_seqlens)
     group = group_statistics(columns.rewards, columns.group_ids, weights=lengths)
     return _group_advantages(columns, settings, columns.rewards.double() - group.mean, group.constant)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from algorithm_cases import Batch, batches, poison, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
+from openrlhf.algorithms import advantages
 from openrlhf.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageSettings,
@@ -264,6 +266,33 @@ def test_gae_skips_environment_tokens_and_padding() -> None:
     moved = gae(trailing, settings)
     assert torch.equal(moved.advantages[:4], split.advantages) and moved.advantages[4] == 0
     assert torch.equal(moved.returns[:4], split.returns)
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.9, 0.0])
+def test_one_long_sequence_does_not_make_all_others_as_long(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rollout of 16,384 samples with one of 32,768 tokens would take gigabytes."""
+    cells: list[int] = []
+    together = advantages._discount_together
+
+    def counting(rows: Sequence[np.ndarray], decay: float) -> None:
+        cells.append(len(rows) * max(map(len, rows)))
+        together(rows, decay)
+
+    monkeypatch.setattr(advantages, "_discount_together", counting)
+    monkeypatch.setattr(advantages, "GRID_CELLS", 100)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 90, *[2, 7] * 30, 40]
+    bounds = torch.tensor([0, *np.cumsum(lengths)])
+    mask = torch.rand(sum(lengths), generator=generator) > 0.2
+    terms = torch.randn(sum(lengths), dtype=torch.float64, generator=generator)
+    expected = torch.zeros_like(terms)
+    for start, end in itertools.pairwise(bounds.tolist()):
+        following = 0.0
+        for t in reversed(range(start, end)):
+            if mask[t]:
+                following = expected[t] = terms[t] + decay * following
+    assert torch.equal(advantages._discounted_sums(terms, decay, mask, bounds), expected)
+    assert decay in (0.0, 1.0) or (len(cells) > 3 and max(cells) <= 100)
 
 
 def test_terminal_reward_sits_on_the_last_action_token() -> None:
