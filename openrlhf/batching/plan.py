@@ -62,12 +62,12 @@ def plan_micro_batches(
     costs = [sequence_cost(n) for n in lengths]
     lengths = [min(n, token_cap) for n in lengths]  # a longer one fills a micro-batch
 
-    fitting = _first_fit(lengths, token_cap, count_cap)
+    fitting = _fill(lengths, [0.0] * len(lengths), token_cap, count_cap, None) or []
     most = -(-len(fitting) // ranks)
     fewest = -(-max(-(-sum(lengths) // token_cap), -(-len(lengths) // count_cap)) // ranks)
     bins = fitting + [[] for _ in range(most * ranks - len(fitting))]
     for per_rank in range(fewest, most + 1):
-        balanced = _balance(lengths, costs, per_rank * ranks, token_cap, count_cap)
+        balanced = _fill(lengths, costs, token_cap, count_cap, per_rank * ranks)
         if balanced is not None:
             bins = balanced
             break
@@ -87,46 +87,41 @@ def _check_limits(lengths: Sequence[int], ranks: int, micro_batch_size: int | No
         raise ValueError(f"sequences {empty[:20]} have no tokens; remove them before planning")
 
 
-def _first_fit(lengths: Sequence[int], token_cap: int, count_cap: int) -> list[list[int]]:
-    """First-fit decreasing: few bins, always within the limits (at most 11/9 of the optimum)."""
-    bins: list[list[int]] = []
-    free: list[int] = []
-    unfilled: list[int] = []
+def _fill(
+    lengths: Sequence[int], loads: Sequence[float], token_cap: int, count_cap: int, count: int | None
+) -> list[list[int]] | None:
+    """Put the sequences, the longest first, into the bin of least load that has room, the first one among equals.
+
+    With loads of 0 that is first-fit decreasing: few bins (at most 11/9 of the optimum).
+
+    Args:
+        lengths, loads: of each sequence.
+        token_cap, count_cap: tokens and sequences that a bin takes.
+        count: number of bins, and the result is None where they don't suffice; None = as many as it takes.
+    """
+    bins: list[list[int]] = [[] for _ in range(count or 0)]
+    free = [token_cap] * len(bins)
+    roomy = [(0.0, b) for b in range(len(bins))]
+    # Bins without room for a sequence wait, those with most room first, until one comes that is short enough.
+    tight: list[tuple[int, float, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        b = next((b for b in unfilled if free[b] >= lengths[i]), len(bins))
-        if b == len(bins):
+        while tight and -tight[0][0] >= lengths[i]:
+            heapq.heappush(roomy, heapq.heappop(tight)[1:])
+        while roomy and free[roomy[0][1]] < lengths[i]:
+            load, b = heapq.heappop(roomy)
+            heapq.heappush(tight, (-free[b], load, b))
+        if roomy:
+            load, b = heapq.heappop(roomy)
+        elif count is None:
+            load, b = 0.0, len(bins)
             bins.append([])
             free.append(token_cap)
-            unfilled.append(b)
-        bins[b].append(i)
-        free[b] -= lengths[i]
-        if free[b] == 0 or len(bins[b]) == count_cap:
-            unfilled.remove(b)
-    return bins
-
-
-def _balance(
-    lengths: Sequence[int], costs: Sequence[float], count: int, token_cap: int, count_cap: int
-) -> list[list[int]] | None:
-    """Longest processing time first into exactly ``count`` bins, or None if that breaks a limit."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    tokens = [0] * count
-    heap = [(0.0, b) for b in range(count)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
-        passed = []
-        while heap:
-            load, b = heapq.heappop(heap)
-            if tokens[b] + lengths[i] <= token_cap:
-                break
-            passed.append((load, b))
         else:
             return None
         bins[b].append(i)
-        tokens[b] += lengths[i]
-        if len(bins[b]) < count_cap:  # a full bin leaves the heap for good
-            passed.append((load + costs[i], b))
-        for entry in passed:
-            heapq.heappush(heap, entry)
+        free[b] -= lengths[i]
+        if len(bins[b]) < count_cap:  # a full bin is not looked at again
+            heapq.heappush(roomy, (load + loads[i], b))
     return bins
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from openrlhf.batching.plan import (
     BatchPlan,
+    _fill,
     plan_micro_batches,
     sequence_cost,
     split_optimizer_steps,
@@ -72,6 +73,36 @@ def test_what_is_longer_than_a_micro_batch_is_alone_in_one_and_raises_no_limit()
     assert sorted(sizes([30, 14, 5], ranks=2)) == [[[14], [5]], [[30], []]]
     with pytest.raises(ValueError, match="max_tokens must be"):
         plan_micro_batches([1], 1, max_tokens=0, longer_alone=True)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    token_cap=st.integers(40, 90),
+    count_cap=st.integers(1, 8),
+    count=st.none() | st.integers(1, 30),
+)
+@quick
+def test_bins_are_filled_as_by_looking_at_each_of_them(
+    lengths: list[int], token_cap: int, count_cap: int, count: int | None
+) -> None:
+    costs = [0.0 if count is None else sequence_cost(length) for length in lengths]
+    bins: list[list[int]] | None = [[] for _ in range(count or 0)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        assert bins is not None
+        fitting = [
+            b
+            for b, own in enumerate(bins)
+            if sum(lengths[j] for j in own) + lengths[i] <= token_cap and len(own) < count_cap
+        ]
+        if not fitting and count is not None:
+            bins = None
+            break
+        if not fitting:
+            bins.append([])
+            fitting = [len(bins) - 1]
+        loads = {b: sum((costs[j] for j in bins[b]), 0.0) for b in fitting}
+        bins[min(fitting, key=lambda b: (loads[b], b))].append(i)
+    assert _fill(lengths, costs, token_cap, count_cap, count) == bins
 
 
 def test_tight_packing_is_found_where_balancing_fails() -> None:
