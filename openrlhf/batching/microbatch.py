@@ -6,8 +6,10 @@ Index ``t`` of every per-token column describes token ``t`` of the packed ids. S
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +22,10 @@ Array = np.ndarray | Tensor | Sequence[int] | Sequence[float] | Sequence[bool]
 class MicroBatch:
     """Packed sequences of one forward pass.
 
+    It is pickled as NumPy arrays: these Ray sends as they are, tensors it copies several times.
+
     Attributes:
         input_ids: int64 ``[N]``, the tokens of all sequences, end to end.
-        position_ids: int64 ``[N]``, position of each token in its own sequence.
         cu_seqlens: int32 ``[S + 1]``, start offset of each sequence; the last entry is ``N``.
         columns: per-token data, each ``[N]``.
         sequence_index: int64 ``[S]``, place of each sequence in the caller's list; -1 marks the one-token
@@ -31,11 +34,16 @@ class MicroBatch:
     """
 
     input_ids: Tensor
-    position_ids: Tensor
     cu_seqlens: Tensor
     columns: dict[str, Tensor]
     sequence_index: Tensor
     images: tuple[tuple[int, int, bytes], ...] = ()
+
+    @functools.cached_property
+    def position_ids(self) -> Tensor:
+        """int64 ``[N]``, position of each token in its own sequence."""
+        starts = torch.repeat_interleave(self.cu_seqlens[:-1], self.lengths, output_size=self.num_tokens)
+        return torch.arange(self.num_tokens, device=starts.device) - starts
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +69,6 @@ class MicroBatch:
         """The same micro-batch with every tensor on ``device``."""
         return MicroBatch(
             self.input_ids.to(device),
-            self.position_ids.to(device),
             self.cu_seqlens.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
             self.sequence_index.to(device),
@@ -75,6 +82,23 @@ class MicroBatch:
                 f"cannot split a tensor of shape {tuple(tensor.shape)}: the micro-batch has {self.num_tokens} tokens"
             )
         return list(torch.split(tensor, self.lengths.tolist()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # every vocabulary's ids fit into half the bytes
+        ids = self.input_ids.numpy().astype(np.int32)
+        columns = {name: column.numpy() for name, column in self.columns.items()}
+        return _unpickled, (ids, self.cu_seqlens.numpy(), columns, self.sequence_index.numpy(), self.images)
+
+
+def _unpickled(
+    ids: np.ndarray,
+    cu_seqlens: np.ndarray,
+    columns: dict[str, np.ndarray],
+    sequence_index: np.ndarray,
+    images: tuple[tuple[int, int, bytes], ...],
+) -> MicroBatch:
+    tensors = {name: _tensor(column) for name, column in columns.items()}
+    return MicroBatch(_tensor(ids).long(), _tensor(cu_seqlens), tensors, _tensor(sequence_index), images)
 
 
 def _tensor(values: Array) -> Tensor:
@@ -92,7 +116,7 @@ def _dummy(columns: Mapping[str, Sequence[Array]]) -> MicroBatch:
     for name, values in columns.items():
         dtype = _tensor(values[0]).dtype if len(values) else torch.float32
         filler[name] = torch.zeros(1, dtype=dtype)
-    return MicroBatch(zero, zero.clone(), torch.tensor([0, 1], dtype=torch.int32), filler, zero - 1)
+    return MicroBatch(zero, torch.tensor([0, 1], dtype=torch.int32), filler, zero - 1)
 
 
 def pack(sequences: Sequence[Array], columns: Mapping[str, Sequence[Array]], indices: Sequence[int]) -> MicroBatch:
@@ -131,7 +155,6 @@ def pack(sequences: Sequence[Array], columns: Mapping[str, Sequence[Array]], ind
     cu_seqlens[1:] = lengths.cumsum(0)
     return MicroBatch(
         input_ids=torch.cat(ids),
-        position_ids=torch.cat([torch.arange(int(n)) for n in lengths]),
         cu_seqlens=cu_seqlens,
         columns=packed,
         sequence_index=torch.tensor(list(indices), dtype=torch.int64),

@@ -65,7 +65,6 @@ def _part(batch: MicroBatch, first: int, last: int) -> MicroBatch:
     start, end = int(batch.cu_seqlens[first]), int(batch.cu_seqlens[last])
     return MicroBatch(
         batch.input_ids[start:end],
-        batch.position_ids[start:end],
         batch.cu_seqlens[first : last + 1] - start,
         {name: column[start:end] for name, column in batch.columns.items()},
         batch.sequence_index[first:last],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +40,28 @@ def test_empty_micro_batch_is_a_stand_in_of_one_token() -> None:
     assert batch.columns["values"].dtype == torch.float64
     assert batch.cu_seqlens.tolist() == [0, 1] and batch.sequence_index.tolist() == [-1]
     assert pack([], {"values": []}, []).is_dummy
+
+
+def test_travels_as_arrays_with_small_ids() -> None:
+    """Ray sends arrays without copies, tensors it writes into the pickle; positions follow from the rest."""
+    columns = {
+        "mask": [np.array([True, False, True]), np.array([True])],
+        "old": [np.float32([1, 2, 3]), np.float32([4])],
+    }
+    batch = replace(pack([[7, 150_000, 9], [8]], columns, [1, 0]), images=((1, 2, b"png"),))
+    assert batch.position_ids.tolist() == [0, 0, 1, 2]
+    arrays: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(batch, protocol=5, buffer_callback=arrays.append)
+    assert sum(len(a.raw()) for a in arrays) == 4 * 4 + 3 * 4 + 4 * 1 + 4 * 4 + 2 * 8  # ids, bounds, mask, old, index
+    again = pickle.loads(data, buffers=[bytes(a.raw()) for a in arrays])  # read-only, as in Ray's store
+    for name in ("input_ids", "position_ids", "cu_seqlens", "sequence_index"):
+        assert torch.equal(getattr(again, name), getattr(batch, name)), name
+        assert getattr(again, name).dtype == getattr(batch, name).dtype
+    assert all(torch.equal(again.columns[name], column) for name, column in batch.columns.items())
+    assert list(again.columns) == ["mask", "old"] and again.images == batch.images
+    again.columns["old"][0] = 5.0  # memory of its own
+    stand_in = pickle.loads(pickle.dumps(pack([[1]], columns, [])))
+    assert stand_in.is_dummy and stand_in.position_ids.tolist() == [0]
 
 
 def test_read_only_memory_is_packed_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
