@@ -152,6 +152,8 @@ class WorkerGroup:
         if per_rank is not None and len(per_rank) * copies != len(self.members):
             shared = f", of which {copies} share each" if copies > 1 else ""
             raise ValueError(f"{len(per_rank)} per-rank arguments for {len(self.members)} {self.role} ranks{shared}")
+        if per_rank is not None and copies > 1:
+            per_rank = [ray.put(value) for value in per_rank]  # once for all that get it
         calls = {}
         for rank, member in enumerate(self.members):
             own = () if per_rank is None else (per_rank[rank // copies],)

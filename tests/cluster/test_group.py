@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
 from openrlhf.cluster import group
-from openrlhf.cluster.group import Member, PendingCall, WorkerError
+from openrlhf.cluster.group import Member, PendingCall, WorkerError, WorkerGroup
 from openrlhf.rollout.errors import EngineError, RewardError
 
 FOREVER = object()
@@ -80,3 +81,24 @@ def test_calls_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerError, match=r"load / start did not finish within 0.2 s in load rank 0, start rank 0"):
         PendingCall.results(calls, 0.2)
     assert time.monotonic() - started < 0.4
+
+
+def test_what_neighbouring_members_share_is_put_into_the_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[str] = []
+    got: list[tuple[Any, ...]] = []
+
+    class Method:
+        def remote(self, *arguments: Any) -> int:
+            got.append(arguments)
+            return len(got)
+
+    def store(value: str) -> str:
+        put.append(value)
+        return f"<{value}>"
+
+    monkeypatch.setattr(group.ray, "put", store)
+    members = [Member(f"actor {i}", SimpleNamespace(train=Method()), "log") for i in range(4)]  # type: ignore[arg-type]
+    WorkerGroup("actor", members, 5.0, data_copies=2).submit("train", 7, per_rank=["a", "b"])
+    assert put == ["a", "b"] and got == [("<a>", 7), ("<a>", 7), ("<b>", 7), ("<b>", 7)]
+    WorkerGroup("actor", members[:2], 5.0).submit("train", per_rank=["a", "b"])
+    assert put == ["a", "b"] and got[4:] == [("a",), ("b",)]
