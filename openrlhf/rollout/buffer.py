@@ -60,7 +60,7 @@ class RolloutBuffer:
     """A queue of groups. Their prompts were drawn from the data: what is lost here is lost for the epoch."""
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
+        self._groups: dict[int, Group] = {}  # by id, oldest entry first
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -68,7 +68,7 @@ class RolloutBuffer:
     @property
     def groups(self) -> tuple[Group, ...]:
         """All groups, oldest entry first."""
-        return tuple(self._groups)
+        return tuple(self._groups.values())
 
     def put(self, group: Group) -> None:
         """Appends a group.
@@ -76,9 +76,9 @@ class RolloutBuffer:
         Raises:
             ValueError: a group of this id is in the buffer already.
         """
-        if any(own.item.group_id == group.item.group_id for own in self._groups):
+        if group.item.group_id in self._groups:
             raise ValueError(f"group id {group.item.group_id} is in the rollout buffer already")
-        self._groups.append(group)
+        self._groups[group.item.group_id] = group
 
     def take(self, count: int, select: Selection = oldest_first) -> list[Group]:
         """Removes and returns `count` groups, in the order that `select` gives.
@@ -88,10 +88,10 @@ class RolloutBuffer:
         """
         if not 0 <= count <= len(self._groups):
             raise ValueError(f"{count} groups asked for, {len(self._groups)} are in the rollout buffer")
-        indices = checked_selection(select(self._groups, count), len(self), count)
-        taken = [self._groups[index] for index in indices]
-        chosen = set(indices)
-        self._groups = [group for index, group in enumerate(self._groups) if index not in chosen]
+        groups = self.groups
+        taken = [groups[index] for index in checked_selection(select(groups, count), len(self), count)]
+        for group in taken:
+            del self._groups[group.item.group_id]
         return taken
 
     def drop_stale(self, current_version: int, max_staleness: int) -> list[Group]:
@@ -100,13 +100,14 @@ class RolloutBuffer:
         The caller counts and reports them: their prompts are used up without having been trained on.
         """
         limit = current_version - max_staleness
-        stale = [group for group in self._groups if group_version(group) < limit]
-        self._groups = [group for group in self._groups if group_version(group) >= limit]
+        stale = [group for group in self.groups if group_version(group) < limit]
+        for group in stale:
+            del self._groups[group.item.group_id]
         return stale
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything as plain data and NumPy arrays."""
-        return {"version": _STATE_VERSION, "groups": [group_to_dict(group) for group in self._groups]}
+        return {"version": _STATE_VERSION, "groups": [group_to_dict(group) for group in self.groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces the contents by those of `state_dict`.
@@ -116,7 +117,8 @@ class RolloutBuffer:
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(f"rollout buffer state has version {state.get('version')}, this is {_STATE_VERSION}")
-        self._groups = [group_from_dict(entry) for entry in state["groups"]]
+        groups = [group_from_dict(entry) for entry in state["groups"]]
+        self._groups = {group.item.group_id: group for group in groups}
 
 
 def group_to_dict(group: Group) -> dict[str, Any]:
