@@ -233,6 +233,15 @@ def test_length_penalties_go_by_what_the_limit_left(cfg: PPOConfig) -> None:
     assert shaped(agent, prompt + "1" * 6 + "00" + "1" * 51) == (0.5, 0.0)
 
 
+def test_step_rewards_stay_where_they_were_earned(cfg: PPOConfig) -> None:
+    steps = ((2, 0.5), (4, 0.25), (2, 1.0))
+    experience = collect([[sample(0, 0, 3, 1.75)], [sample(1, 0, 3, 3.0, step_rewards=steps)]])
+    settings = replace(cfg, advantage_estimator="reinforce", no_advantage_std_norm=True)
+    add_advantages(experience, settings, 0.0)
+    assert experience.columns["returns"][0].tolist() == [0, 0, 1.75, 1.75, 1.75]
+    assert experience.columns["returns"][1].tolist() == [0, 0, 3.0, 1.5, 1.5]
+
+
 def test_kl_in_the_reward_lowers_the_return_and_kl_in_the_loss_does_not(cfg: PPOConfig) -> None:
     def returns(use_kl_loss: bool) -> tuple[float, float]:
         experience = collect(rollout())
