@@ -159,8 +159,9 @@ class PPOTrainer:
                 self.console.say(f"{lost} samples were lost, the last: {collected.tally.last_loss}")
             metrics.update(self._train_on(collected.groups))
             self.global_step += 1
-            trained = [trajectory for group in collected.groups for trajectory in group.trajectories]
-            self._after_update(metrics, extra_log_means(trained))
+            extra_logs = extra_log_means([t for group in collected.groups for t in group.trajectories])
+            del collected  # it would be held, in Ray's store too, until the next rollout has replaced it
+            self._after_update(metrics, extra_logs)
 
     def _pass_over(self, collected: CollectedGroups) -> None:
         """Go on where the last prompts of an episode left nothing to learn from."""
@@ -311,13 +312,11 @@ class PPOTrainer:
             wanted["old_values"] = system.critic
         sequences = [t.token_ids for t in experience.trajectories]
         images = [t.images for t in experience.trajectories]
-        batches = {
-            name: forward_batches(sequences, data_parallel_size(cfg, len(group)), cfg, images)
-            for name, group in wanted.items()
-        }
-        calls = [group.submit("forward", per_rank=batches[name]) for name, group in wanted.items()]
+        ranks = {name: data_parallel_size(cfg, len(group)) for name, group in wanted.items()}
+        batches = {count: forward_batches(sequences, count, cfg, images) for count in set(ranks.values())}
+        calls = [group.submit("forward", per_rank=batches[ranks[name]]) for name, group in wanted.items()]
         for name, outputs in zip(wanted, PendingCall.results(calls, cfg.rollout_timeout), strict=True):
-            experience.columns[name] = token_outputs(batches[name], outputs, len(experience))
+            experience.columns[name] = token_outputs(batches[ranks[name]], outputs, len(experience))
 
     def _optimize(self, experience: Experience, plan: Sequence[Sequence[int]]) -> dict[str, float]:
         """Policy and critic updates, side by side where they have devices of their own."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from openrlhf.cluster.group import WorkerGroup
 from openrlhf.config import PPOConfig
+from openrlhf.config.derive import data_parallel_size
 from openrlhf.config.options_ppo import NO_METRIC
 from openrlhf.trainer.system import PPOSystem
 from openrlhf.workers.checkpoint_files import CheckpointError, resume_tag, rotate_checkpoints
@@ -84,11 +86,17 @@ class PPOCheckpoints:
             self._system.actor.call("save_hf", str(self._root / f"{tag}_hf"))
         if self._cfg.disable_ds_ckpt:
             return
-        critic, limit = self._system.critic, self._cfg.max_ckpt_mem
+        critic = self._system.critic
         # The critic first: `latest` of the actor, which a resume looks at, moves when both are complete. Until then
         # no older one of the critic goes either.
         if critic is not None:
-            critic.call("save_checkpoint", str(self._root / "_critic"), tag, client_state, None, limit)
-        self._system.actor.call("save_checkpoint", str(self._root / "_actor"), tag, client_state, keep, limit)
+            self._save(critic, "_critic", tag, client_state, None)
+        self._save(self._system.actor, "_actor", tag, client_state, keep)
         if critic is not None and keep is not None:
-            rotate_checkpoints(self._root / "_critic", keep, limit)
+            rotate_checkpoints(self._root / "_critic", keep, self._cfg.max_ckpt_mem)
+
+    def _save(self, group: WorkerGroup, folder: str, tag: str, client_state: dict[str, Any], keep: int | None) -> None:
+        # Finished groups that wait make gigabytes of it, which all ranks would write (ZeRO-3): the first data gets it.
+        states = [client_state] + [{}] * (data_parallel_size(self._cfg, len(group)) - 1)
+        arguments = (str(self._root / folder), tag, keep, self._cfg.max_ckpt_mem)
+        group.call("save_checkpoint", *arguments, per_rank=states)

@@ -192,14 +192,15 @@ class TrainedWorker(ModelWorker):
         raise NotImplementedError
 
     def save_checkpoint(
-        self, folder: str, tag: str, client_state: dict[str, Any], max_num: int | None, max_mem_gib: float
+        self, client_state: dict[str, Any], folder: str, tag: str, max_num: int | None, max_mem_gib: float
     ) -> None:
         """Write a resumable checkpoint, complete or not at all, and remove old ones (None: keep all)."""
         self.engine.save_checkpoint(folder, tag, client_state, max_num, max_mem_gib, self._tokenizer())
 
     def load_checkpoint(self, folder: str, tag: str | None = None) -> dict[str, Any]:
-        """Restore model, optimizer, schedule and random states; returns what was saved as client state."""
-        return self.engine.load_checkpoint(folder, tag)
+        """Restore model, optimizer, schedule and random states; rank 0 returns what was saved as client state."""
+        state = self.engine.load_checkpoint(folder, tag)
+        return state if self.rank == 0 else {}
 
     def save_hf(self, folder: str) -> None:
         """Write a Hugging Face folder, tokenizer included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ class Saves(Policy):
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
         if method == "save_checkpoint":
-            folder, tag, state, keep, limit = args
+            folder, tag, keep, limit = args
             if tag == self.dies_at:
                 raise WorkerError(f"killed at {tag}")
             (Path(folder) / scratch_tag(tag)).mkdir(parents=True)
@@ -232,3 +233,57 @@ def test_a_resumed_run_takes_the_weight_of_the_kl_from_the_flag_unless_it_adapts
     trainer.checkpoints.load = lambda: state  # type: ignore[method-assign]
     trainer._resume()
     assert (trainer.kl.value, trainer.global_step) == (expected, 3)
+
+
+class Noting(Policy):
+    """Keeps what each rank was given."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__(ranks)
+        self.given: dict[str, Any] = {}
+
+    def submit(self, method: str, *args: Any, per_rank: Any = None) -> Any:
+        self.given[method] = per_rank
+        return super().submit(method, *args, per_rank=per_rank)
+
+
+def test_groups_that_wait_are_in_a_checkpoint_once(tmp_path: Path) -> None:
+    """They may be gigabytes, and with ZeRO-3 every rank writes what it is given."""
+    cfg, actor = config(tmp_path), Noting(ranks=4)
+    system = PPOTrainer(*trainer_arguments(cfg, Pool(), actor, rows(("q", "")))).system
+    critic = Noting(ranks=2)
+    system.critic = critic  # type: ignore[assignment]
+    PPOCheckpoints(cfg, system).save(1, {"buffer": "groups"})
+    assert actor.given["save_checkpoint"] == [{"buffer": "groups"}, {}, {}, {}]
+    assert critic.given["save_checkpoint"] == [{"buffer": "groups"}, {}]
+
+
+def test_a_rollout_is_let_go_before_the_next_one(tmp_path: Path) -> None:
+    class Watching(Pool):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known: list[weakref.ref[Any]] = []
+            self.alive: list[int] = []
+
+        def run_groups(self, *arguments: Any) -> Any:
+            self.alive.append(sum(known() is not None for known in self.known))
+            for group in super().run_groups(*arguments):
+                self.known.extend(map(weakref.ref, group.trajectories))
+                yield group
+                del group
+
+    pool = Watching()
+    PPOTrainer(*trainer_arguments(config(tmp_path), pool, Policy(), rows(*[("q", "")] * 6))).fit()
+    assert pool.alive == [0, 0, 0] and len(pool.known) == 12
+
+
+def test_models_on_as_many_ranks_get_the_same_micro_batches(tmp_path: Path) -> None:
+    cfg = config(tmp_path, advantage_estimator="gae", init_kl_coef=0.01)
+    pool, actor, ref, critic = Pool(), Noting(2), Noting(2), Noting(1)
+    trainer = PPOTrainer(*trainer_arguments(cfg, pool, actor, rows(("q", ""), ("r", ""))))
+    trainer.system.ref, trainer.system.critic = ref, critic  # type: ignore[assignment]
+    prompts = trainer.stream.take(2)
+    experience = trainer._collect(list(pool.run_groups(prompts, 2, trainer.sampling, 1.0)))
+    trainer._add_model_columns(experience, 1)
+    assert actor.given["forward"] is ref.given["forward"] and len(critic.given["forward"]) == 1
+    assert set(experience.columns) == {"old_logprobs", "ref_logprobs", "old_values"}

@@ -47,7 +47,7 @@ class Learner(Policy):
             self._pool.engine.version = args[0]
             self.versions.append(args[0])
         if method == "save_checkpoint":
-            self.checkpoints.append(args[2])
+            self.checkpoints.append(per_rank[0])
         if method == "train":
             if self._fail_at == len(self.trained):
                 raise WorkerError("train failed in actor 0: loss is NaN")

@@ -19,7 +19,7 @@ from openrlhf.cluster.group import NESTED_SECONDS, PendingCall, WorkerGroup
 from openrlhf.config import PPOConfig
 from openrlhf.workers import model_worker
 from openrlhf.workers.deepspeed_engine import TrainEngine
-from openrlhf.workers.model_worker import ROLE_WORKERS, form_groups
+from openrlhf.workers.model_worker import ROLE_WORKERS, PolicyWorker, form_groups
 
 
 @pytest.fixture(autouse=True)
@@ -121,3 +121,13 @@ def test_offloaded_weights_come_once_for_all_micro_batches_of_a_call() -> None:
     assert weights.moves == "<><><>", "also after an error"
     engine._frozen = None
     worker.forward([torch.ones(2)])
+
+
+def test_what_a_checkpoint_says_of_the_run_comes_from_one_rank() -> None:
+    """With finished groups that wait it may be gigabytes, which the driver would get from every rank."""
+    for rank, answer in ((0, {"buffer": "groups"}), (1, {})):
+        worker = PolicyWorker.__new__(PolicyWorker)
+        worker.rank = rank
+        worker.engine = mock.Mock(**{"load_checkpoint.return_value": {"buffer": "groups"}})
+        assert worker.load_checkpoint("folder", "tag") == answer
+        worker.engine.load_checkpoint.assert_called_once_with("folder", "tag")
