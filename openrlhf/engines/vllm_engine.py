@@ -83,7 +83,8 @@ class VLLMEngine:
         token_ids = list(completion.token_ids)
         logprobs = None
         if sampling.logprobs:
-            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, token_ids, strict=True)]
+            flat = completion.logprobs
+            logprobs = [flat.logprobs[start] for start in flat.start_indices]
         return GenerationResult(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -126,12 +127,14 @@ class VLLMEngine:
             "stop": list(sampling.stop) or None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "logprobs": 0 if sampling.logprobs else None,
+            # Else an object and a dict for each of millions of tokens, over which garbage collection takes seconds.
+            "flat_logprobs": True,
             "skip_special_tokens": False,
             # Text is only needed to look for stop strings; decoding costs a third of the speed.
             "detokenize": bool(sampling.stop),
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        return VLLMSampling(**options, **dict(sampling.extra))
+        return VLLMSampling(**(dict(sampling.extra) | options))
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
+from vllm.outputs import CompletionOutput
 
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.engines import pool
 from openrlhf.engines.pool import GroupCalls
-from openrlhf.engines.vllm_engine import UNSYNCED, _token_versions
+from openrlhf.engines.vllm_engine import UNSYNCED, VLLMEngine, _token_versions
 from openrlhf.rollout.group import PromptItem
 from openrlhf.rollout.protocol import SamplingParams
 
@@ -90,3 +94,23 @@ def test_prompts_go_to_the_least_loaded_engine_and_have_a_deadline_each(
     clock[0] += 60
     with pytest.raises(WorkerError, match=r"(?s)1 prompts were not done 660 s after 60 s.*ids 4.*for the judge"):
         calls.wait(1.0)
+
+
+def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
+    flat = FlatLogprobs()
+    for token, logprob in ((7, -0.5), (7, -0.25), (9, -2.0)):
+        append_logprobs_for_next_position(flat, [token], [logprob], [None], rank=1, num_logprobs=0)
+    completion = CompletionOutput(0, "", [7, 7, 9], -2.75, flat, finish_reason="stop")
+    asked: list[Any] = []
+
+    async def answer(prompt: Any, sampling: Any) -> Any:
+        asked.append(sampling)
+        return SimpleNamespace(outputs=[completion])
+
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._run = answer  # type: ignore[method-assign]
+    for extra in ((), (("flat_logprobs", False),)):  # an agent's wish changes nothing in what it gets
+        sampling = SamplingParams(logprobs=True, max_tokens=3, extra=extra)
+        result = asyncio.run(engine.generate([1], sampling))
+        assert (result.token_ids, result.logprobs) == ([7, 7, 9], [-0.5, -0.25, -2.0])
+        assert asked[-1].flat_logprobs and asked[-1].logprobs == 0
