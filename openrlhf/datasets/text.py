@@ -167,7 +167,13 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def encode_scored(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of prompt and answer together, as a reward model is trained on them and asked; without the end token."""
-    return scored_tokens(tokenizer, tokenizer(text.rstrip("\n"), add_special_tokens=False)["input_ids"])
+    return encode_all_scored(tokenizer, [text])[0]
+
+
+def encode_all_scored(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """:func:`encode_scored` of several texts, side by side on all cores."""
+    encoded = tokenizer([text.rstrip("\n") for text in texts], add_special_tokens=False)["input_ids"]
+    return [scored_tokens(tokenizer, ids) for ids in encoded]
 
 
 def scored_tokens(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.trainer import reward_inputs
 from openrlhf.trainer.reward_inputs import RewardInputs
 from openrlhf.utils.tiny_model import make_tiny_model
 
@@ -64,3 +65,14 @@ def test_the_beginning_of_a_long_text_is_cut(tokenizers: tuple[PreTrainedTokeniz
     sample = trajectory(policy, "1+2=", "3", ended=True)
     (ids,) = RewardInputs(policy, policy, 3)([sample])
     assert ids.tolist() == sample.token_ids.tolist()[-3:]
+
+
+def test_many_samples_are_encoded_together_and_each_as_alone(
+    tokenizers: tuple[PreTrainedTokenizerBase, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, reward = tokenizers
+    monkeypatch.setattr(reward_inputs, "TOGETHER", 3)
+    samples = [trajectory(policy, "1+2=", "3" * n + "\n", ended=n % 2 == 0) for n in range(8)]
+    for model in (policy, reward):
+        inputs = RewardInputs(policy, model, 100)
+        assert [ids.tolist() for ids in inputs(samples)] == [inputs([one])[0].tolist() for one in samples]
