@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,6 +27,8 @@ METRICS_FILE = "metrics.jsonl"
 KINDS = ("train", "eval")
 RESERVED = ("kind", "step", "global_step", "time")
 """Names of a line's own."""
+SAMPLES_SHOWN = 100
+"""Rows of the W&B table, which is sent anew in every step: with all samples a long run would send gigabytes."""
 _WANDB_START_SECONDS = 60
 CLOSE_SECONDS = 60.0
 """How long each place that metrics go to may take to get the last of them, such as an upload that is under way."""
@@ -57,7 +60,7 @@ class MetricsLogger:
         self._lines = _Lines(folder / METRICS_FILE, goes_on)
         self._tensorboard = _open_tensorboard(cfg, self._run_name)
         self._wandb = _open_wandb(cfg, self._run_name, folder)
-        self._samples: list[list[Any]] = []
+        self._samples: deque[list[Any]] = deque(maxlen=SAMPLES_SHOWN)
         self._told: set[str] = set()
 
     def log(
@@ -95,7 +98,10 @@ class MetricsLogger:
         return {f"extra/{name}" if name in taken else name: value for name, value in extra.items()}
 
     def log_text(self, step: int, text: str, reward: float) -> None:
-        """Log a generated sample: a row of the W&B table ``train/generated_samples``, text in TensorBoard."""
+        """Log a generated sample: text in TensorBoard, and in W&B a row of the table ``train/generated_samples``.
+
+        The table has the newest :data:`SAMPLES_SHOWN`.
+        """
         if self._wandb is not None:
             self._samples.append([step, text, reward])
         shown = f"{text}\n\nreward: {reward:.4g}"
@@ -103,7 +109,7 @@ class MetricsLogger:
         self._to_wandb(lambda run: run.log({"train/generated_samples": self._table(), "train/global_step": step}))
 
     def _table(self) -> Any:
-        """A logged table can't be extended, so each is made anew from all rows."""
+        """A logged table can't be extended, so each is made anew, and sent whole."""
         import wandb
 
         return wandb.Table(columns=["global_step", "text", "reward"], data=list(self._samples))

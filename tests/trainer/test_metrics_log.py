@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from openrlhf.config import SFTConfig
 from openrlhf.trainer import metrics_log
-from openrlhf.trainer.metrics_log import METRICS_FILE, MetricsError, MetricsLogger, public_config
+from openrlhf.trainer.metrics_log import METRICS_FILE, SAMPLES_SHOWN, MetricsError, MetricsLogger, public_config
 
 KEY = "wandb-key-0123456789"
 
@@ -266,3 +266,12 @@ def test_broken_wandb_does_not_stop_training_nor_show_the_key(
 def test_public_config_leaves_secrets_out() -> None:
     shown = public_config(SFTConfig(use_wandb=KEY))
     assert "use_wandb" not in shown and shown["train_batch_size"] == 128
+
+
+def test_wandb_gets_as_many_rows_in_late_steps_as_in_early_ones(tmp_path: Path, wandb: SimpleNamespace) -> None:
+    logger = MetricsLogger(SFTConfig(use_wandb=KEY), tmp_path)
+    for step in range(SAMPLES_SHOWN + 3):
+        logger.log_text(step, "hello", 0.5)
+    tables = [sent["train/generated_samples"][1] for sent in wandb.run.sent]
+    assert [row[0] for row in tables[-1]] == list(range(3, SAMPLES_SHOWN + 3))
+    assert [len(table) for table in tables[:3]] == [1, 2, 3]
