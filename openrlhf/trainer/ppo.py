@@ -321,16 +321,17 @@ class PPOTrainer:
     def _optimize(self, experience: Experience, plan: Sequence[Sequence[int]]) -> dict[str, float]:
         """Policy and critic updates, side by side where they have devices of their own."""
         system, cfg = self.system, self.cfg
+
+        def submit(group: WorkerGroup, columns: Sequence[str], kl_coef: float) -> PendingCall:
+            ranks = data_parallel_size(cfg, len(group))
+            return group.submit("train", per_rank=step_batches(experience, plan, ranks, cfg, columns, kl_coef))
+
         calls = []
         if self.global_step >= frozen_rollouts(cfg):
             kl_coef = self.kl.value if cfg.use_kl_loss and system.ref is not None else 0.0
-            ranks = data_parallel_size(cfg, len(system.actor))
-            steps = step_batches(experience, plan, ranks, cfg, POLICY_COLUMNS, kl_coef)
-            calls.append(system.actor.submit("train", per_rank=steps))
+            calls.append(submit(system.actor, POLICY_COLUMNS, kl_coef))
         if system.critic is not None:
-            ranks = data_parallel_size(cfg, len(system.critic))
-            steps = step_batches(experience, plan, ranks, cfg, VALUE_COLUMNS, 0.0)
-            calls.append(system.critic.submit("train", per_rank=steps))
+            calls.append(submit(system.critic, VALUE_COLUMNS, 0.0))
         answers = PendingCall.results(calls, cfg.rollout_timeout)
         parts: list[MetricSum] = list(itertools.chain.from_iterable(answers))
         return _with_effective_sample_size(MetricSum.merged(parts).values())
