@@ -24,6 +24,7 @@ import pstats
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -273,21 +274,22 @@ def _storage(report: Report, received: list[Group], experience: Experience) -> N
 
 
 def asynchronous(finished: Sequence[Group]) -> None:
-    """Two steps of a queue that may be two steps ahead, asked what a run asks it for every group."""
+    """Two steps of a queue that may be two steps ahead, and is asked for the next one after every group."""
     batch = len(finished)
     stream = PromptStream(prompts(batch), seed=0, episodes=10)
     queue = RolloutQueue(stream, RolloutBuffer(), None, QueueLimits(batch, queue_size=2, in_flight=2 * batch))
     queue.weights_changed(0)
-    for step in range(2):
-        running: list[PromptItem] = []
+    running: deque[PromptItem] = deque()
+    version = 0
+    while version < 2:
         while (item := queue.next_prompt()) is not None:
             running.append(item)
-        for place, item in enumerate(running):
-            queue.finished(Group(item, finished[place % batch].trajectories))
-            _ = queue.ready
-        queue.take()
-        queue.hold()
-        queue.weights_changed(step + 1)
+        item = running.popleft()
+        queue.finished(Group(item, finished[item.group_id % batch].trajectories))
+        if queue.ready:
+            queue.take()
+            version += 1
+            queue.weights_changed(version)
 
 
 def show(reports: Sequence[Report]) -> None:

@@ -15,6 +15,9 @@ from openrlhf.rollout.protocol import PlacedImage
 
 FINISH_REASONS = ("stop", "length", "abort")
 
+COLUMNS = ("token_ids", "action_mask", "logprobs", "weight_version")
+"""The per-token arrays of a trajectory."""
+
 IntArray = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
@@ -163,10 +166,9 @@ class Trajectory:
             return array if array is None or not lists else array.tolist()
 
         images = [[i.offset, i.length, base64.b64encode(i.data).decode() if lists else i.data] for i in self.images]
-        arrays = ("token_ids", "action_mask", "logprobs", "weight_version")
         return {
             **vars(self),
-            **{name: column(getattr(self, name)) for name in arrays},
+            **{name: column(getattr(self, name)) for name in COLUMNS},
             "step_rewards": [list(pair) for pair in self.step_rewards],
             "images": images,
         }
