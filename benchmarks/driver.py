@@ -219,8 +219,9 @@ def measure(count: int, options: argparse.Namespace) -> Report:
 
 def _rollout(report: Report, received: list[Group], cfg: PPOConfig) -> Experience:
     def filtered() -> list[Group]:
-        collector = GroupCollector(len(received), DynamicFilter(), RolloutBuffer())
-        collector.drew([group.item for group in received], len(received))
+        items = [group.item for group in received]
+        collector = GroupCollector(len(items), lambda count: items[:count], DynamicFilter(), RolloutBuffer())
+        assert list(collector) == items
         for group in received:
             collector.add(group)
         return list(collector.finish().groups)
