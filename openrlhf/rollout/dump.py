@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.trajectory import COLUMNS, Trajectory
