@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -14,6 +15,7 @@ from openrlhf.rollout.rewards.builtin import (
     extract_boxed_answer,
     grade_answer,
     math_reward,
+    plain_answer,
     same_plain_answer,
 )
 from openrlhf.rollout.rewards.math_check import MathChecker, MathTimeout
@@ -48,6 +50,26 @@ def test_boxed_answers(text: str, answer: str | None) -> None:
 )
 def test_plain_comparison(answer: str, label: str, same: bool) -> None:
     assert same_plain_answer(answer, label) is same
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"so \boxed{1 1/2}<eos>", Fraction(3, 2)),
+        (r"\boxed{-1 1/2}", Fraction(-3, 2)),
+        (r"\boxed{1 1/0}", "1 1/0"),
+        (r"\boxed{2} <think>\boxed{1}</think> no, \boxed{-0.5}", Fraction(-1, 2)),
+        (r"\boxed{12\,345}", Fraction(12345)),
+        (r"\boxed{\displaystyle 7}", Fraction(7)),
+        (r"\boxed{\left( 1, x \right)}", "(1,x)"),
+        (r"\boxed{\leftarrow}", r"\leftarrow"),
+        (r"\boxed{a\quad \text{b}}", "ab"),
+        (r"\boxed{\dfrac{1}{x}}", r"\frac{1}{x}"),
+        ("  yes. </s>", "yes"),
+    ],
+)
+def test_answers_that_are_voted_on(response: str, answer: str | Fraction) -> None:
+    assert plain_answer(response) == answer
 
 
 def test_exact_match() -> None:
