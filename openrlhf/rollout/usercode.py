@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -84,8 +84,8 @@ async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any)
     def target() -> None:
         try:
             future.set_result(function(*args, **kwargs))
-        except StopIteration as error:  # a future refuses StopIteration
-            wrapped = RuntimeError("user code raised StopIteration")
+        except (StopIteration, CancelledError) as error:  # asyncio refuses the one, and takes the other for its own
+            wrapped = RuntimeError(f"user code raised {type(error).__name__}").with_traceback(error.__traceback__)
             wrapped.__cause__ = error
             future.set_exception(wrapped)
         except (Exception, asyncio.CancelledError) as error:  # handed to the awaiting task as it is

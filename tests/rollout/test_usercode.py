@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import sys
 from typing import Any
 
@@ -40,7 +41,13 @@ def test_an_exit_is_an_error_like_others(function: Any, error: BaseException, to
     with pytest.raises(RuntimeError, match=told) as caught:
         asyncio.run(both())
     assert user_location(caught.value, __file__).startswith(f"{__file__}:")
-    assert int(user_location(caught.value, __file__).rpartition(":")[2]) in (16, 20)
+    assert int(user_location(caught.value, __file__).rpartition(":")[2]) in (17, 21)
+
+
+def test_a_cancelled_future_in_user_code_is_an_error_and_cancels_nobody() -> None:
+    with pytest.raises(RuntimeError, match="^user code raised CancelledError$") as caught:
+        asyncio.run(call_user_code(plain, concurrent.futures.CancelledError(), seconds=5.0))
+    assert user_location(caught.value, __file__) == f"{__file__}:17"
 
 
 def test_errors_and_cancellation_stay_what_they_are() -> None:

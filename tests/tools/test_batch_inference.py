@@ -65,6 +65,10 @@ def test_vllm_on_gpus_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(method, "fork")
     batch_inference._engine(cfg)
     assert made == ["spawn", "fork"], "the user's choice stays"
+    cfg.full_determinism = True
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    batch_inference._engine(cfg)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1", "a flag counts more than the shell"
 
 
 class TestPostProcessors:
