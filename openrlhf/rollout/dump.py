@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import os
@@ -188,13 +187,12 @@ def _line(step: int, trajectory: Trajectory, baseline: bool) -> str:
         "text": str(facts.get("prompt", "")) + str(facts.get("response", "")),
         "label": facts.get("label", ""),
         "baseline": baseline,
-        **trajectory.to_dict(lists=False),
-        "images": [[i.offset, i.length, base64.b64encode(i.data).decode()] for i in trajectory.images],
+        **trajectory.to_dict(),
     }
     # millions of numbers, for which the encoder of json takes ten times as long
-    arrays = {name: record[name] for name in COLUMNS if record[name] is not None}
-    plain = _encoder.encode({name: value for name, value in record.items() if name not in arrays})
-    numbers = (f', "{name}": {msgspec.json.encode(value.tolist()).decode()}' for name, value in arrays.items())
+    columns = {name: record[name] for name in COLUMNS if record[name] is not None}
+    plain = _encoder.encode({name: value for name, value in record.items() if name not in columns})
+    numbers = (f', "{name}": {msgspec.json.encode(value).decode()}' for name, value in columns.items())
     return f"{plain[:-1]}{''.join(numbers)}}}\n"
 
 
