@@ -37,9 +37,7 @@ class Console:
         columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
         if total is not None:
             columns[2:2] = [BarColumn(), MofNCompleteColumn()]
-        progress = Progress(
-            *columns, console=self._rich, transient=True, disable=self._rich.quiet or not self._rich.is_terminal
-        )
+        progress = Progress(*columns, console=self._rich, transient=True, disable=not self._live)
         task = progress.add_task(name, total=total)
         started = time.monotonic()
         try:
