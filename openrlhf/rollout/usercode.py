@@ -7,13 +7,13 @@ import importlib.util
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from types import ModuleType
 from typing import Any, TypeVar
 
 from openrlhf.rollout.errors import RolloutError, describe_exception, user_location
+from openrlhf.utils.threads import in_daemon_thread
 
 T = TypeVar("T")
 
@@ -75,26 +75,21 @@ def accepts_keyword(function: Callable[..., Any], name: str) -> bool:
 async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a blocking function in a thread of its own and returns its result.
 
-    The thread is a daemon: one that hangs in user code can be given up (the caller's time-out) without
-    keeping the process from ending. A pool of worker threads would be joined at exit.
+    Where it hangs in user code, the thread is given up (the caller's time-out).
     """
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # who waits may be cancelled, the thread can't be
 
-    def target() -> None:
+    def call() -> Any:
         try:
-            future.set_result(function(*args, **kwargs))
+            return function(*args, **kwargs)
         except (StopIteration, CancelledError) as error:  # asyncio refuses the one, and takes the other for its own
-            wrapped = RuntimeError(f"user code raised {type(error).__name__}").with_traceback(error.__traceback__)
-            wrapped.__cause__ = error
-            future.set_exception(wrapped)
-        except (Exception, asyncio.CancelledError) as error:  # handed to the awaiting task as it is
-            future.set_exception(error)
+            raise _as_failure(error) from error
+        except (Exception, asyncio.CancelledError):  # handed to the awaiting task as it is
+            raise
         except BaseException as error:
-            future.set_exception(_as_failure(error))
+            raise _as_failure(error) from error
 
-    threading.Thread(target=target, daemon=True, name=f"user-code-{getattr(function, '__name__', 'call')}").start()
-    return await asyncio.wrap_future(future)
+    name = f"user-code-{getattr(function, '__name__', 'call')}"
+    return await asyncio.wrap_future(in_daemon_thread(call, name))
 
 
 async def contained(awaitable: Awaitable[T]) -> T:

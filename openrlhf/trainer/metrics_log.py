@@ -7,11 +7,9 @@ import itertools
 import json
 import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from openrlhf.config import LoggingOptions
 from openrlhf.config.flag import flag_specs
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
+from openrlhf.utils.threads import in_daemon_thread
 
 logger = get_logger(__name__)
 
@@ -179,17 +178,8 @@ def _written(name: str, place: Any, write: Callable[[Any], object]) -> Any:
 
 def _close(name: str, close: Callable[[], object]) -> None:
     """Close a place of metrics, in a thread that is left behind when it does not come to an end."""
-    closed: Future[object] = Future()
-
-    def work() -> None:
-        try:
-            closed.set_result(close())
-        except BaseException as error:
-            closed.set_exception(error)
-
-    threading.Thread(target=work, name=f"close {name}", daemon=True).start()
     try:
-        error = closed.exception(CLOSE_SECONDS)
+        error = in_daemon_thread(close, f"close {name}").exception(CLOSE_SECONDS)
     except TimeoutError:
         logger.warning("%s did not end within %g s; its last metrics may be missing there", name, CLOSE_SECONDS)
         return

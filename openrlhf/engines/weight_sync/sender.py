@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -24,6 +23,7 @@ from openrlhf import platform
 from openrlhf.cluster.group import WorkerGroup
 from openrlhf.engines.weight_sync import plugin
 from openrlhf.utils.network import node_address
+from openrlhf.utils.threads import in_daemon_thread
 
 IPC_BUFFER_BYTES = 1024 * 1024 * 1024
 """Size of the one buffer of the ``ipc`` transport, which holds whole tensors: more where a single one is larger."""
@@ -95,16 +95,12 @@ def until_failure(work: Callable[[], T], failure: Future[None]) -> T:
     A broadcast that one of its receivers has left may never end, and nothing can interrupt it: the process must be
     ended after a failure, which ends the thread, too.
     """
-    outcome: Future[T] = Future()
 
-    def run() -> None:
-        try:
-            platform.set_device()  # each thread has its own current device
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
+    def run() -> T:
+        platform.set_device()  # each thread has its own current device
+        return work()
 
-    threading.Thread(target=run, name="weight transfer", daemon=True).start()
+    outcome = in_daemon_thread(run, "weight transfer")
     ends: list[Future[Any]] = [outcome, failure]
     wait(ends, return_when=FIRST_COMPLETED)
     if outcome.done() and outcome.exception() is not None:
