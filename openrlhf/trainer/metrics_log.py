@@ -146,13 +146,15 @@ class _Lines:
     def write(self, line: str) -> None:
         """Add a line; where there is no room, it is counted instead."""
         rest = memoryview((line + "\n").encode())
+        end: int | None = None
         try:
             end = os.fstat(self._file.fileno()).st_size
             while rest:
                 rest = rest[self._file.write(rest) or 0 :]
         except OSError as error:
-            with suppress(OSError):
-                self._file.truncate(end)  # a full disk takes a part
+            if end is not None:
+                with suppress(OSError):
+                    self._file.truncate(end)  # a full disk takes a part
             self._missing += 1
             if self._missing == 1:
                 logger.warning("%s can't be written: %s. The run goes on; lines will be missing", self._path, error)

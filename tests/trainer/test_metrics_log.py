@@ -82,6 +82,23 @@ def test_a_full_disk_costs_lines_which_are_counted_and_no_run(tmp_path: Path, ca
     assert "No space left on device. The run goes on; lines will be missing" in told[0]
 
 
+def test_a_file_that_can_not_even_be_looked_at_costs_lines_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = MetricsLogger(SFTConfig(), tmp_path)
+
+    def refuse(file: int) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("openrlhf.trainer.metrics_log.os.fstat", refuse)
+        logger.log("train", 1, {"gpt_loss": 1.0})
+    logger.log("train", 2, {"gpt_loss": 2.0})
+    logger.close()
+    assert [line["step"] for line in lines(tmp_path)] == [2]
+    assert "Stale file handle" in caplog.text and "lacks 1 lines" in caplog.text
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_disk_that_is_full_from_the_start_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
