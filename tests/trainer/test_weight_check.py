@@ -37,6 +37,15 @@ def test_means_are_over_engines_and_tokens_that_have_a_logprob() -> None:
     assert figures["sync/logprob_diff_mean"] == pytest.approx(0.09 / 6)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_text_of_one_token_has_nothing_to_differ_in(dtype: str) -> None:
+    """All that ``--max_len 2`` leaves room for."""
+    cfg: Any = type("Config", (), {"param_dtype": dtype})()
+    engines: Any = type("Engines", (), {"prompt_logprobs": lambda self, probe: [[0.0], [0.0]]})()
+    figures = check_weights(cfg, engines, [1], WeightSync({}, np.zeros(1), None))
+    assert figures == {"sync/logprob_diff_max": 0.0, "sync/logprob_diff_mean": 0.0}
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("differences", [(8.0, 9.0, 7.5), (math.nan, 0.0, 0.0), (0.0, 0.0, math.inf)])
 def test_other_weights_stop_a_run_in_every_format(dtype: str, differences: tuple[float, ...]) -> None:
