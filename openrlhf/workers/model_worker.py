@@ -195,7 +195,7 @@ class TrainedWorker(ModelWorker):
         self, client_state: dict[str, Any], folder: str, tag: str, max_num: int | None, max_mem_gib: float
     ) -> None:
         """Write a resumable checkpoint, complete or not at all, and remove old ones (None: keep all)."""
-        self.engine.save_checkpoint(folder, tag, client_state, max_num, max_mem_gib, self._tokenizer())
+        self.engine.save_checkpoint(folder, tag, client_state, max_num, max_mem_gib, self._tokenizer)
 
     def load_checkpoint(self, folder: str, tag: str | None = None) -> dict[str, Any]:
         """Restore model, optimizer, schedule and random states; rank 0 returns what was saved as client state."""
@@ -204,9 +204,13 @@ class TrainedWorker(ModelWorker):
 
     def save_hf(self, folder: str) -> None:
         """Write a Hugging Face folder, tokenizer included."""
-        self.engine.save_hf(folder, self._tokenizer())
+        self.engine.save_hf(folder, self._tokenizer)
 
-    def _tokenizer(self) -> PreTrainedTokenizerBase:
+    @functools.cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """What rank 0 saves beside the model; the others don't read it."""
+        if self.rank != 0:
+            return None
         from openrlhf.models.loading import load_tokenizer
 
         return load_tokenizer(self.cfg.model_path, use_fast=not self.cfg.disable_fast_tokenizer)

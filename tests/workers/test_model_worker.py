@@ -54,6 +54,20 @@ def test_full_determinism_reaches_the_models() -> None:
     assert torch.are_deterministic_algorithms_enabled()
 
 
+def test_the_tokenizer_is_read_where_it_is_saved_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr("openrlhf.models.loading.load_tokenizer", lambda path, use_fast: read.append(path) or "it")
+    saved: list[Any] = []
+    engine = SimpleNamespace(save_hf=lambda *given: saved.append(given), save_checkpoint=lambda *given: None)
+    for rank in range(2):
+        worker = PolicyWorker.__new__(PolicyWorker)
+        worker.rank, worker.cfg, worker.engine = rank, replace(PPOConfig(), pretrain="model"), engine  # type: ignore[assignment]
+        for _ in range(2):
+            worker.save_checkpoint({}, "folder", "tag", None, 1.0)
+        worker.save_hf("folder")
+    assert saved == [("folder", "it"), ("folder", None)] and read == ["model"]
+
+
 def test_nothing_starts_threads_before_a_process_knows_how_many() -> None:
     """OpenMP reads OMP_NUM_THREADS when torch is imported; Ray imports this module before the class is made."""
     code = "import sys, openrlhf.workers.model_worker; assert 'torch' not in sys.modules"
