@@ -430,13 +430,18 @@ class TrainEngine:
         barrier(f"end of checkpoint {tag}")
         writes.raise_together()
         if first:
-            best = tag.startswith(files.BEST_PREFIX)
-            key, value = "best_eval_metric_key", "best_eval_metric_value"
-            metric = (client_state.get(key), client_state.get(value)) if best else (None, None)
-            writes.run(files.finish_checkpoint, root, tag, self._meta(config_updates), metric)
+            writes.run(self._finish_checkpoint, root, tag, client_state, config_updates)
             if max_num is not None:
                 writes.run(files.rotate_checkpoints, root, max_num, max_mem_gib)
         writes.raise_together()
+
+    def _finish_checkpoint(
+        self, root: Path, tag: str, client_state: dict[str, Any], config_updates: dict[str, Any] | None
+    ) -> None:
+        best = tag.startswith(files.BEST_PREFIX)
+        key, value = "best_eval_metric_key", "best_eval_metric_value"
+        metric = (client_state.get(key), client_state.get(value)) if best else (None, None)
+        files.finish_checkpoint(root, tag, self._meta(config_updates), metric)
 
     def _meta(self, config_updates: dict[str, Any] | None) -> dict[str, Any]:
         head = getattr(self.hf_model.config, "value_head_prefix", None)
