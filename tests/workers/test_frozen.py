@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ def test_copies_equal_their_tensors_and_share_powers_of_two() -> None:
     tensors: list[Tensor] = [torch.randn(shape, generator=generator) for shape in shapes]
     tensors += [tensors[0].bfloat16(), tensors[4].t(), torch.arange(9, dtype=torch.uint8), torch.ones(2).expand(4, 2)]
     copies = packed_copies(tensors, pin_memory=False)
-    assert all(torch.equal(copy, tensor) and copy.dtype == tensor.dtype for copy, tensor in zip(copies, tensors))
+    assert all(torch.equal(copy, tensor) and copy.dtype == tensor.dtype for copy, tensor in zip(copies, tensors, strict=True))
     storages = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies}
     assert all(size.bit_count() == 1 for size in storages.values()) and len(storages) < len(tensors) - 1
 
@@ -38,9 +39,9 @@ def test_nothing_overlaps(seed: int) -> None:
     buffers, places = pack(sizes)
     for buffer, capacity in enumerate(buffers):
         assert capacity.bit_count() == 1
-        spans = sorted((start, start + size) for size, (b, start) in zip(sizes, places) if b == buffer)
+        spans = sorted((start, start + size) for size, (b, start) in zip(sizes, places, strict=True) if b == buffer)
         assert spans and spans[0][0] == 0 and spans[-1][1] <= capacity
-        assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:]))
+        assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
 def test_seven_billion_weights_take_little_more_than_they_are() -> None:
