@@ -37,16 +37,18 @@ class RolloutDumpWriter:
     Args:
         directory: created if need be.
         max_bytes: limit of all files of the folder's dump together; None = no limit.
-        drop_oldest: at the limit the files of the oldest steps are removed; False makes it an error.
+        complete: a step for which there is no room is an error. False: at the limit the files of the oldest steps are
+            removed, and what :meth:`submit` can't write is told and counted.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, max_bytes: float | None = None, drop_oldest: bool = True
+        self, directory: str | os.PathLike[str], *, max_bytes: float | None = None, complete: bool = False
     ) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self._max_bytes = max_bytes
-        self._drop_oldest = drop_oldest
+        self._complete = complete
+        self._missing = 0
         self._thread = ThreadPoolExecutor(1, "rollout-dump")
         self._pending: deque[Future[Path]] = deque()
 
@@ -61,7 +63,7 @@ class RolloutDumpWriter:
         """`write` in a thread; waits only while earlier steps are not on the disk yet.
 
         Raises:
-            DumpError: an earlier step could not be written.
+            DumpError: an earlier step of a complete dump could not be written.
         """
         self._wait(_MAX_PENDING - 1)
         self._pending.append(self._thread.submit(self.write, step, trajectories, baselines, kind=kind))
@@ -70,16 +72,25 @@ class RolloutDumpWriter:
         """Waits until everything is written.
 
         Raises:
-            DumpError: a step could not be written.
+            DumpError: a step of a complete dump could not be written.
         """
         try:
             self._wait(0)
         finally:
             self._thread.shutdown()
+            if self._missing:
+                logger.warning("%s lacks %d files that could not be written", self.directory, self._missing)
 
     def _wait(self, pending: int) -> None:
         while len(self._pending) > pending:
-            self._pending.popleft().result()
+            try:
+                self._pending.popleft().result()
+            except DumpError as error:
+                if self._complete:
+                    raise
+                self._missing += 1
+                if self._missing == 1:
+                    logger.warning("%s. The run goes on; files will be missing", error)
 
     def write(
         self,
@@ -119,7 +130,7 @@ class RolloutDumpWriter:
             if total <= self._max_bytes:
                 return
             limit = f"{self._max_bytes / 2**30:g} GiB (--dump_max_gib)"
-            if not self._drop_oldest:
+            if self._complete:
                 raise DumpError(f"{path} would take the dump over its limit of {limit}; raise it, or use --max_steps")
             logger.warning("%s was removed: the rollout dump is limited to %s", oldest, limit)
             total -= oldest.stat().st_size

@@ -178,7 +178,7 @@ def _dump_writer(cfg: PPOConfig) -> Iterator[RolloutDumpWriter | None]:
     if not cfg.dump_rollouts:
         yield None
         return
-    # What --rollout_only writes is the product of the run: nothing of it may go.
+    # What --rollout_only writes is the product of the run: nothing of it may be missing.
     limit = cfg.dump_max_gib * 2**30
-    with closing(RolloutDumpWriter(cfg.dump_rollouts, max_bytes=limit, drop_oldest=not cfg.rollout_only)) as writer:
+    with closing(RolloutDumpWriter(cfg.dump_rollouts, max_bytes=limit, complete=cfg.rollout_only)) as writer:
         yield writer

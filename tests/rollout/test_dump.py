@@ -112,11 +112,28 @@ def test_steps_are_written_beside_the_caller_and_waited_for(tmp_path: Path, monk
 
 
 def test_an_error_of_the_disk_is_told_with_the_next_step(tmp_path: Path) -> None:
-    writer = RolloutDumpWriter(tmp_path / "dump")
+    writer = RolloutDumpWriter(tmp_path / "dump", complete=True)
     (tmp_path / "dump").rmdir()
     writer.submit(1, [sample()])
     with pytest.raises(DumpError, match="rollout_step_00000001.jsonl can't be written"):
         writer.close()
+
+
+def test_training_goes_on_without_steps_that_the_disk_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = RolloutDumpWriter(tmp_path / "dump")
+    (tmp_path / "dump").rmdir()
+    writer.submit(1, [sample()])
+    writer.submit(2, [sample()])
+    writer.submit(3, [sample()])
+    writer._wait(0)
+    (tmp_path / "dump").mkdir()
+    writer.submit(4, [sample()])
+    writer.close()
+    assert [path.name for path in dump_files(tmp_path / "dump")] == ["rollout_step_00000004.jsonl"]
+    told = [record.message for record in caplog.records]
+    assert len(told) == 2 and "rollout_step_00000001.jsonl can't be written" in told[0]
+    assert told[0].endswith("The run goes on; files will be missing")
+    assert told[1] == f"{tmp_path / 'dump'} lacks 3 files that could not be written"
 
 
 def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
@@ -129,7 +146,7 @@ def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
     assert len(dump_files(writer.directory)) == 2
     writer.write(5, [sample()] * 4)  # over the limit alone: written all the same
     assert [p.name[13:21] for p in dump_files(writer.directory)] == ["00000005"]
-    keeper = RolloutDumpWriter(writer.directory, max_bytes=5 * size, drop_oldest=False)
+    keeper = RolloutDumpWriter(writer.directory, max_bytes=5 * size, complete=True)
     keeper_files = dump_files(writer.directory)
     with pytest.raises(DumpError, match=r"over its limit of .* GiB \(--dump_max_gib\)"):
         keeper.write(6, [sample()] * 2)

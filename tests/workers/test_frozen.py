@@ -27,7 +27,9 @@ def test_copies_equal_their_tensors_and_share_powers_of_two() -> None:
     tensors: list[Tensor] = [torch.randn(shape, generator=generator) for shape in shapes]
     tensors += [tensors[0].bfloat16(), tensors[4].t(), torch.arange(9, dtype=torch.uint8), torch.ones(2).expand(4, 2)]
     copies = packed_copies(tensors, pin_memory=False)
-    assert all(torch.equal(copy, tensor) and copy.dtype == tensor.dtype for copy, tensor in zip(copies, tensors, strict=True))
+    assert all(
+        torch.equal(copy, tensor) and copy.dtype == tensor.dtype for copy, tensor in zip(copies, tensors, strict=True)
+    )
     storages = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies}
     assert all(size.bit_count() == 1 for size in storages.values()) and len(storages) < len(tensors) - 1
 
