@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.utils.errors import ExplainedError
+
 Array = np.ndarray | Tensor | Sequence[int] | Sequence[float] | Sequence[bool]
+
+
+class UnknownTokenError(ExplainedError):
+    """A sequence has a token id that the model has no embedding of."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,27 @@ class MicroBatch:
     def lengths(self) -> Tensor:
         """int64 ``[S]``, tokens in each sequence."""
         return (self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long()
+
+    def require_known(self, vocabulary: int) -> None:
+        """On the CPU: see that a model can embed every token. On a GPU such an error names nothing, and ends all.
+
+        Args:
+            vocabulary: the model knows the ids from 0 to below it.
+
+        Raises:
+            UnknownTokenError: the message names the sequence.
+        """
+        unknown = (self.input_ids < 0) | (self.input_ids >= vocabulary)
+        if not unknown.any():
+            return
+        place = int(unknown.nonzero()[0])
+        sequence = int(torch.searchsorted(self.cu_seqlens, place, right=True)) - 1
+        raise UnknownTokenError(
+            f"sequence {int(self.sequence_index[sequence])} has the token id {int(self.input_ids[place])} at position "
+            f"{place - int(self.cu_seqlens[sequence])}, and the model knows those below {vocabulary}: the ids come "
+            "from the tokenizer of another model, or from tokens that were added to the model's own without "
+            "model.resize_token_embeddings()"
+        )
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with every tensor on ``device``."""

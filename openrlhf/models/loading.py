@@ -78,13 +78,22 @@ def load_config(path: str) -> PretrainedConfig:
         ) from error
 
 
-def vocabulary_size(path: str) -> int:
-    """Number of token ids that a model knows (its tokenizer may use fewer).
+def vocabulary_size(config: PretrainedConfig) -> int:
+    """Number of token ids that a model knows (its tokenizer may use fewer, or more)."""
+    return int(config.get_text_config().vocab_size)
 
-    Raises:
-        ModelLoadError: there is no such model.
-    """
-    return int(load_config(path).get_text_config().vocab_size)
+
+def note_unknown_tokens(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Say which tokens of a model's tokenizer the model has no embedding of: some have them, and use them nowhere."""
+    vocabulary = vocabulary_size(load_config(path))
+    unknown = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= vocabulary)
+    if unknown:
+        number, token = unknown[0]
+        logger.info(
+            "%s: the tokenizer has %d tokens that the model has no embedding of, from %d (%s) on; data with one of "
+            "them ends the run (model.resize_token_embeddings() adds embeddings)",
+            *(path, len(unknown), number, token),
+        )
 
 
 def score_scale(config: PretrainedConfig) -> tuple[float, float] | None:

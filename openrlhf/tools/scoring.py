@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.batching import pack
 from openrlhf.datasets import text as texts
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import load_tokenizer, vocabulary_size
 from openrlhf.models.logprobs import RewardModel
 from openrlhf.tools.loading import LoadSettings, load_for_inference
 
@@ -78,5 +78,6 @@ class RewardScorer:
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """One score for each sequence of token ids, computed together."""
-        batch = pack(sequences, {}, range(len(sequences))).to(self._device)
-        return self._model(batch).scores.tolist()
+        batch = pack(sequences, {}, range(len(sequences)))
+        batch.require_known(vocabulary_size(self._model.config))
+        return self._model(batch.to(self._device)).scores.tolist()

@@ -71,6 +71,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     limit = prompt_limit(cfg)
     rows = load_prompts(cfg, tokenizer, limit, image_placeholder=placeholder)
     eval_rows = load_prompts(cfg, tokenizer, limit, True, placeholder) if cfg.eval_dataset else []
+    _check_known((*rows, *eval_rows), cfg.model_path)
     _check_best_metric(cfg, eval_rows)
     executor_of(cfg)
     group_filter_of(cfg)
@@ -79,6 +80,17 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
         entries = parse_reward_sources(cfg.remote_rm_url or "").values()
         wait_for_servers([url for places in entries for url in places if is_url(url)])
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
+
+
+def _check_known(rows: Sequence[PromptRow], model: str) -> None:
+    """An engine on a GPU ends with an error of CUDA that names nothing."""
+    vocabulary = vocabulary_size(load_config(model))
+    for row in rows:
+        if (largest := max(row.token_ids)) >= vocabulary:
+            raise ExplainedError(
+                f"prompt {row.prompt_id} ({row.text[:60]!r}) has the token id {largest}, and {model} has embeddings of "
+                f"those below {vocabulary}: leave the row out, or call model.resize_token_embeddings()"
+            )
 
 
 def _check_best_metric(cfg: PPOConfig, eval_rows: Sequence[PromptRow]) -> None:
@@ -152,7 +164,7 @@ def _train(cfg: PPOConfig, console: Console) -> None:
             with _dump_writer(cfg) as dump:
                 arguments = (cfg, system, inputs, logger, console, dump)
                 if files:
-                    ReplayTrainer(files, vocabulary_size(cfg.model_path), *arguments).fit()
+                    ReplayTrainer(files, *arguments).fit()
                 else:
                     trainer = RolloutOnlyTrainer if cfg.rollout_only else PPOTrainer
                     (AsyncPPOTrainer if cfg.async_train else trainer)(*arguments).fit()

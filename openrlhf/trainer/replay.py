@@ -36,14 +36,12 @@ class ReplayTrainer(PPOTrainer):
 
     Args:
         files: a rollout each; see :func:`replayed_files`.
-        vocabulary: number of tokens that the model knows.
         arguments: those of :class:`PPOTrainer`.
     """
 
-    def __init__(self, files: Sequence[Path], vocabulary: int, *arguments: Any) -> None:
+    def __init__(self, files: Sequence[Path], *arguments: Any) -> None:
         super().__init__(*arguments)
         self._files = files
-        self._vocabulary = vocabulary
         self.total_rollouts = len(files)
 
     def _finished(self) -> bool:
@@ -56,12 +54,6 @@ class ReplayTrainer(PPOTrainer):
         path = self._files[self.global_step]
         with self.console.phase("read"):
             groups = dumped_groups(path)
-        largest = max(int(t.token_ids.max()) for group in groups for t in group.trajectories)
-        if largest >= self._vocabulary:
-            raise DumpError(
-                f"{path} has the token id {largest}, and --pretrain {self.cfg.pretrain} knows {self._vocabulary} "
-                "tokens: the dump is of another model"
-            )
         tally = GroupTally(None)
         for group in groups:
             tally.judge(group)

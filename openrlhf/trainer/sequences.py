@@ -87,7 +87,7 @@ def micro_batches(
             batch = replace(batch, sequence_index=torch.tensor(numbers))
         else:
             batch = replace(batch, columns={"mask": torch.zeros(batch.num_tokens, dtype=torch.bool)})
-        yield batch.to(engine.device)
+        yield engine.place(batch)
 
 
 def positions(batch: MicroBatch, group: int) -> list[int]:

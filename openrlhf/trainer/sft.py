@@ -43,7 +43,7 @@ class SFTTrainer(SupervisedTrainer):
         """This rank's share of some rows, on its device; as many on every rank."""
         ids, masks = [ids for ids, _ in rows], [mask for _, mask in rows]
         for members in own_plan([len(own) for own in ids], self.engine, self.limits):
-            yield pack(ids, {"mask": masks}, members).to(self.engine.device)
+            yield self.engine.place(pack(ids, {"mask": masks}, members))
 
     def accumulate(self, rows: list[int]) -> MetricSum:
         """See the base class; the loss does not depend on ranks, micro-batches or packing."""

@@ -19,7 +19,7 @@ from openrlhf.config.derive import derive
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, load_configured_rows, load_rows, needed_columns, text_columns
 from openrlhf.models.folder import check_model_folder
-from openrlhf.models.loading import load_tokenizer
+from openrlhf.models.loading import load_tokenizer, note_unknown_tokens
 from openrlhf.models.logprobs import Backbone
 from openrlhf.trainer.checkpoint import Checkpoints
 from openrlhf.trainer.console import Console
@@ -65,9 +65,11 @@ def open_tokenizer(cfg: SupervisedConfig) -> PreTrainedTokenizerBase:
         ModelLoadError: the model or its tokenizer is not there, or not complete.
     """
     check_model_folder(cfg.model_path)
-    return load_tokenizer(
+    tokenizer = load_tokenizer(
         cfg.model_path, use_fast=not cfg.disable_fast_tokenizer, chat_template=cfg.tokenizer_chat_template
     )
+    note_unknown_tokens(tokenizer, cfg.model_path)
+    return tokenizer
 
 
 def read_data(

@@ -119,7 +119,7 @@ class MemoryBackoff:
         metrics = MetricSum()
         for index, batch in enumerate(batches):
             try:
-                loss, part = loss_of(batch.to(self.engine.device))
+                loss, part = loss_of(self.engine.place(batch))
                 self.engine.backward(loss, last=index == len(batches) - 1)
             except torch.OutOfMemoryError:
                 return metrics, index
@@ -146,7 +146,7 @@ class MemoryBackoff:
 
     def _try(self, batch: MicroBatch, run: Callable[[MicroBatch], Tensor]) -> Tensor | None:
         try:
-            return run(batch.to(self.engine.device))
+            return run(self.engine.place(batch))
         except torch.OutOfMemoryError:
             return None
 

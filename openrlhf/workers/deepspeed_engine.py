@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf import platform
+from openrlhf.batching import MicroBatch
 from openrlhf.batching.buckets import in_buckets
 from openrlhf.config.derive import data_copies
 from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.models.export import exported_weights, is_finite
-from openrlhf.models.loading import save_tokenizer, write_hf_folder
+from openrlhf.models.loading import save_tokenizer, unwrap_hf, vocabulary_size, write_hf_folder
 from openrlhf.models.logprobs import share_sequences
 from openrlhf.models.lora import is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
@@ -146,6 +147,7 @@ class TrainEngine:
         self.module: nn.Module = self._engine.module if self._engine is not None else model
         if not self.training:
             self.module.requires_grad_(False).eval()
+        self._vocabulary = vocabulary_size(unwrap_hf(self.hf_model).config)
         self._frozen: FrozenWeights | None = None
         if self.training:
             self._broken = BrokenGradients(self.hf_model, self._engine.optimizer)
@@ -177,6 +179,15 @@ class TrainEngine:
     def data_parallel_rank(self) -> int:
         """The group of this rank."""
         return dist.get_rank() // self.data_copies
+
+    def place(self, batch: MicroBatch) -> MicroBatch:
+        """A micro-batch on the engine's device.
+
+        Raises:
+            UnknownTokenError: the model has no embedding of a token.
+        """
+        batch.require_known(self._vocabulary)
+        return batch.to(self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Every rank must call it equally often under ZeRO-3."""

@@ -306,7 +306,7 @@ class PolicyWorker(TrainedWorker):
         from openrlhf.batching.microbatch import pack
 
         self.engine.eval()
-        batch = pack([np.asarray(token_ids)], {}, [0]).to(self.engine.device)
+        batch = self.engine.place(pack([np.asarray(token_ids)], {}, [0]))
         with torch.no_grad():
             return self.engine(batch, temperature=1.0).logprobs.float().cpu().numpy()
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.batching.microbatch import pack, unpack
+from openrlhf.batching.microbatch import UnknownTokenError, pack, unpack
 from openrlhf.batching.plan import plan_micro_batches
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
@@ -83,6 +83,14 @@ def test_columns_can_be_moved() -> None:
     assert torch.equal(kept.columns["old"], batch.columns["old"])
     with pytest.raises(ValueError, match="cannot split"):
         batch.split(torch.zeros(3))
+
+
+@pytest.mark.parametrize("unknown", [7, -1, 9000])
+def test_a_token_that_the_model_does_not_know_is_named(unknown: int) -> None:
+    sequences = [[1, 2], [3], [4, 5, unknown, 6, unknown], [0, 6]]
+    pack(sequences, {}, [3, 0, 1]).require_known(7)
+    with pytest.raises(UnknownTokenError, match=f"sequence 2 has the token id {unknown} at position 2, .* below 7: "):
+        pack(sequences, {}, [1, 0, 2, 3]).require_known(7)
 
 
 def test_wrong_lengths_are_named() -> None:

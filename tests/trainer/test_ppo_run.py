@@ -8,9 +8,10 @@ import pytest
 from scripted_run import config
 
 from openrlhf.models.checks import ModelLoadError
-from openrlhf.models.loading import load_sequence_regression, load_tokenizer, write_hf_folder
+from openrlhf.models.loading import load_sequence_regression, load_tokenizer, note_unknown_tokens, write_hf_folder
 from openrlhf.tools.loading import LoadSettings
 from openrlhf.trainer.ppo_run import _resumes, read_inputs
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.tiny_model import make_tiny_model
 from openrlhf.workers.checkpoint_files import LATEST, LATEST_UNIVERSAL, CheckpointError
 
@@ -30,6 +31,25 @@ def test_a_reward_model_without_a_scale_is_refused_before_anything_starts(
     else:
         with pytest.raises(ModelLoadError, match=f"`mean` and `std` in {path}/config.json, which has None and None"):
             read_inputs(normalized)
+
+
+def test_a_prompt_with_a_token_without_embedding_is_refused_before_anything_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    known = len(tokenizer)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"input": "1+1=", "label": "2"}\n{"input": "2+<added>=", "label": "4"}\n')
+    flags = {"pretrain": model, "prompt_data": str(data), "rollout_batch_size": 1, "train_batch_size": 2}
+    read_inputs(config(tmp_path, **flags))
+    tokenizer.add_tokens(["<added>"])
+    tokenizer.save_pretrained(model)
+    message = rf"prompt 1 \('2\+<added>='\) has the token id {known}, and .* has embeddings of those below {known}"
+    with pytest.raises(ExplainedError, match=message):
+        read_inputs(config(tmp_path, **flags))
+    note_unknown_tokens(load_tokenizer(model), model)
+    assert f"has 1 tokens that the model has no embedding of, from {known} (<added>) on" in caplog.text
 
 
 def test_a_run_goes_on_only_from_a_checkpoint(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_training_from_a_dump_sees_the_same_batches(tmp_path: Path) -> None:
 
     second = config(tmp_path, load_rollouts=dump, ckpt_path=str(tmp_path / "b"))
     again, files = Policy(), replayed_files(second)
-    finish(ReplayTrainer, second, Pool(), again, files=[files, 100])
+    finish(ReplayTrainer, second, Pool(), again, files=[files])
     assert [c for c in again.calls if c != "memory"] == ["train", "train", "save_hf"]  # no weights travel
     assert len(policy.trained) == len(again.trained) == 2
     for one, other in zip(policy.trained, again.trained, strict=True):
@@ -71,8 +71,6 @@ def test_training_from_a_dump_sees_the_same_batches(tmp_path: Path) -> None:
             assert before[name] == after[name], name
     assert replayed_steps(second, files) == 2  # the second rollout has one prompt only
     assert replayed_files(config(tmp_path, load_rollouts=dump, max_steps=1)) == files[:1]
-    with pytest.raises(DumpError, match=r"000001.jsonl has the token id 1\d, and --pretrain .* knows 10 tokens"):
-        finish(ReplayTrainer, second, Pool(), Policy(), files=[files, 10])
 
 
 @pytest.mark.parametrize("n", [1, 2, 6])
@@ -82,7 +80,7 @@ def test_a_dump_with_other_numbers_of_samples_takes_the_whole_schedule(tmp_path:
     finish(PPOTrainer, first, Pool(), Policy())
     cfg, policy = config(tmp_path, load_rollouts=dump, ckpt_path=str(tmp_path / "b")), Policy()
     files = replayed_files(cfg)
-    finish(ReplayTrainer, cfg, Pool(), policy, files=[files, 100])
+    finish(ReplayTrainer, cfg, Pool(), policy, files=[files])
     progress = [step.progress for (steps,) in policy.trained for step in steps]
     assert sum(progress) == replayed_steps(cfg, files) == 2
     assert len(progress) == {1: 2, 2: 2, 6: 5}[n]  # of 12 and 6 samples, 4 at a time
