@@ -10,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ class MetricsLogger:
         self._run_name = cfg.wandb_run_name or time.strftime("run_%m%dT%H:%M")
         folder = Path(run_dir)
         self._lines = _Lines(folder / METRICS_FILE, goes_on)
-        self._tensorboard = _open_tensorboard(cfg, self._run_name)
-        self._wandb = _open_wandb(cfg, self._run_name, folder)
+        self._tensorboard = _Place("TensorBoard", _open_tensorboard(cfg, self._run_name), "close")
+        self._wandb = _Place("W&B", _open_wandb(cfg, self._run_name, folder), "finish")
+        self._wandb.write(_name_axes)
         self._samples: deque[list[Any]] = deque(maxlen=SAMPLES_SHOWN)
         self._told: set[str] = set()
 
@@ -83,11 +85,11 @@ class MetricsLogger:
         self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}))
         if kind == "train" and step % self._every:
             return
-        self._to_tensorboard(
+        self._tensorboard.write(
             lambda board: [board.add_scalar(f"{kind}/{name}", value, step) for name, value in values.items()]
         )
         named = {f"{kind}/{name}": value for name, value in values.items()}
-        self._to_wandb(lambda run: run.log({**named, f"{kind}/global_step": step}))
+        self._wandb.write(lambda run: run.log({**named, f"{kind}/global_step": step}))
 
     def _under_free_names(self, extra: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
         taken = {name for name in extra if name in metrics or name in RESERVED}
@@ -101,11 +103,10 @@ class MetricsLogger:
 
         The table has the newest :data:`SAMPLES_SHOWN`.
         """
-        if self._wandb is not None:
-            self._samples.append([step, text, reward])
+        self._samples.append([step, text, reward])
         shown = f"{text}\n\nreward: {reward:.4g}"
-        self._to_tensorboard(lambda board: board.add_text("train/generated_samples", shown, step))
-        self._to_wandb(lambda run: run.log({"train/generated_samples": self._table(), "train/global_step": step}))
+        self._tensorboard.write(lambda board: board.add_text("train/generated_samples", shown, step))
+        self._wandb.write(lambda run: run.log({"train/generated_samples": self._table(), "train/global_step": step}))
 
     def _table(self) -> Any:
         """A logged table can't be extended, so each is made anew, and sent whole."""
@@ -113,19 +114,11 @@ class MetricsLogger:
 
         return wandb.Table(columns=["global_step", "text", "reward"], data=list(self._samples))
 
-    def _to_tensorboard(self, write: Callable[[Any], object]) -> None:
-        self._tensorboard = _written("TensorBoard", self._tensorboard, write)
-
-    def _to_wandb(self, write: Callable[[Any], object]) -> None:
-        self._wandb = _written("W&B", self._wandb, write)
-
     def close(self) -> None:
         """Flush and close everything; what fails or takes too long is told, and left."""
         self._lines.close()
-        if self._tensorboard is not None:
-            _close("TensorBoard", self._tensorboard.close)
-        if self._wandb is not None:
-            _close("W&B", self._wandb.finish)
+        self._tensorboard.close()
+        self._wandb.close()
 
 
 class _Lines:
@@ -166,27 +159,48 @@ class _Lines:
             self._file.close()
 
 
-def _written(name: str, place: Any, write: Callable[[Any], object]) -> Any:
-    """Write to a place of metrics, if there is one; returns it, or None when it does not take any more."""
-    if place is None:
-        return None
-    try:
-        write(place)
-    except Exception as error:  # whatever it is, the run matters more
-        logger.warning("%s does not take metrics any more (%s); the run goes on without it", name, error)
-        return None
-    return place
+class _Place:
+    """A place of metrics beside the file, if there is one: what fails in it costs its metrics, and no run.
 
+    Args:
+        name: for messages.
+        target: takes metrics; None does nothing.
+        close: name of its method that ends it.
+    """
 
-def _close(name: str, close: Callable[[], object]) -> None:
-    """Close a place of metrics, in a thread that is left behind when it does not come to an end."""
-    try:
-        error = in_daemon_thread(close, f"close {name}").exception(CLOSE_SECONDS)
-    except TimeoutError:
-        logger.warning("%s did not end within %g s; its last metrics may be missing there", name, CLOSE_SECONDS)
-        return
-    if error is not None:
-        logger.warning("%s could not be closed (%s); its last metrics may be missing there", name, error)
+    def __init__(self, name: str, target: Any, close: str) -> None:
+        self._name = name
+        self._target = target
+        self._close = close
+        self._works = target is not None
+
+    def write(self, write: Callable[[Any], object]) -> None:
+        """Write to the target, until that fails once."""
+        if not self._works:
+            return
+        try:
+            write(self._target)
+        except Exception as error:  # whatever it is, the run matters more
+            self._works = False
+            logger.warning("%s does not take metrics any more (%s); the run goes on without it", self._name, error)
+            self._start_close()  # of a run that is open, W&B waits for the end when the process ends
+
+    def close(self) -> None:
+        """Close the target, in a thread that is left behind when it does not come to an end."""
+        if not self._works:
+            return
+        try:
+            error = self._start_close().exception(CLOSE_SECONDS)
+        except TimeoutError:
+            logger.warning(
+                "%s did not end within %g s; its last metrics may be missing there", self._name, CLOSE_SECONDS
+            )
+            return
+        if error is not None:
+            logger.warning("%s could not be closed (%s); its last metrics may be missing there", self._name, error)
+
+    def _start_close(self) -> Future[object]:
+        return in_daemon_thread(getattr(self._target, self._close), f"close {self._name}")
 
 
 def _put_aside(path: Path) -> None:
@@ -240,14 +254,17 @@ def _open_wandb(cfg: LoggingOptions, run_name: str, folder: Path) -> Any:
             reinit="finish_previous",
             settings=_wandb_settings(),
         )
-        for kind in KINDS:
-            run.define_metric(f"{kind}/global_step")
-            run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step", step_sync=True)
     except Exception as error:
         reason = str(error).replace(cfg.use_wandb, "***")
         logger.warning("W&B could not be started (%s); the run goes on without it", reason)
         return None
     return run
+
+
+def _name_axes(run: Any) -> None:
+    for kind in KINDS:
+        run.define_metric(f"{kind}/global_step")
+        run.define_metric(f"{kind}/*", step_metric=f"{kind}/global_step", step_sync=True)
 
 
 def _wandb_settings() -> Any:

@@ -121,7 +121,7 @@ def test_tensorboard_without_room_is_given_up_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = MetricsLogger(SFTConfig(use_tensorboard=str(tmp_path / "tb")), tmp_path)
-    board = logger._tensorboard
+    board = logger._tensorboard._target
 
     def refuse(self: RecordWriter, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -131,7 +131,7 @@ def test_tensorboard_without_room_is_given_up_with_one_warning(
     for step in range(20):
         logger.log("train", step, {"gpt_loss": 1.0})
         logger.log_text(step, "hello", 0.5)
-        if logger._tensorboard is not None:
+        if logger._tensorboard._works:
             board.file_writer.event_writer._async_writer._worker.join(1.0)  # writes, and fails, in its thread
     logger.close()
     assert [record.getMessage() for record in caplog.records] == [
@@ -157,7 +157,7 @@ def test_what_fails_or_hangs_in_closing_is_told(
         raise wandb.Error("the service process is busy")
 
     monkeypatch.setattr(metrics_log, "CLOSE_SECONDS", 0.1 if hangs else 60.0)
-    monkeypatch.setattr(logger._tensorboard, "close", end)
+    monkeypatch.setattr(logger._tensorboard._target, "close", end)
     monkeypatch.setattr(wandb.run, "finish", end)
     logger.close()
     over.set()
@@ -212,7 +212,7 @@ class FakeRun:
         self.sent: list[dict[str, Any]] = []
         self.metrics: list[str] = []
         self.fail = False
-        self.finished = False
+        self.finished = threading.Event()
 
     def log(self, values: dict[str, Any]) -> None:
         if self.fail:
@@ -223,7 +223,7 @@ class FakeRun:
         self.metrics.append(name)
 
     def finish(self) -> None:
-        self.finished = True
+        self.finished.set()
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_wandb_gets_names_steps_and_a_config_without_the_key(tmp_path: Path, wan
     assert wandb.run.sent[0] == {"train/gpt_loss": 1.0, "train/global_step": 3}
     table = wandb.run.sent[1]["train/generated_samples"]
     assert table == (["global_step", "text", "reward"], [[3, "hello", 0.5]])
-    assert {"train/*", "eval/*"} <= set(wandb.run.metrics) and wandb.run.finished
+    assert {"train/*", "eval/*"} <= set(wandb.run.metrics) and wandb.run.finished.is_set()
 
 
 def test_broken_wandb_does_not_stop_training_nor_show_the_key(
@@ -272,7 +272,9 @@ def test_broken_wandb_does_not_stop_training_nor_show_the_key(
     wandb.run.fail = True
     logger.log("train", 1, {"gpt_loss": 1.0})
     logger.log("train", 2, {"gpt_loss": 1.0})
+    assert caplog.text.count("W&B does not take metrics any more") == 1
     logger.close()
+    assert wandb.run.finished.wait(30), "or it holds up the end of the process"
     wandb.calls["broken"] = True
     MetricsLogger(SFTConfig(use_wandb=KEY), tmp_path, goes_on=True).close()
     assert len(lines(tmp_path)) == 2
