@@ -172,6 +172,8 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def encode_all_scored(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """:func:`encode_scored` of several texts, side by side on all cores."""
+    if not texts:  # which tokenizers refuse
+        return []
     encoded = tokenizer([text.rstrip("\n") for text in texts], add_special_tokens=False)["input_ids"]
     return [scored_tokens(tokenizer, ids) for ids in encoded]
 

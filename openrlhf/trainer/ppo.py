@@ -224,7 +224,8 @@ class PPOTrainer:
         if self.checkpoints.improves(metrics):
             self.system.prepare_save()
             self.checkpoints.save_best(self.global_step, self._client_state())
-            self._sync_weights()
+            if self.cfg.vllm_enable_sleep or self.cfg.deepspeed_enable_sleep:  # models and engines take turns
+                self._sync_weights()
 
     # --- rollout ---------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class PPOSystem:
         self.memory.bring_back()
 
     def prepare_save(self) -> None:
-        """Before a save while the engines are awake: they make room for the models, and need a sync afterwards."""
+        """Before a save while the engines are awake. Where models and engines take turns, a sync ends it."""
         if self.cfg.vllm_enable_sleep:
             self.engines.sleep()
         self.wake_models()

@@ -199,6 +199,14 @@ def test_another_metric_is_not_compared_with_the_old_one(tmp_path: Path) -> None
     assert not checkpoints.improves({"eval_b_pass1": 0.8}) and checkpoints.improves({"eval_b_pass1": 0.95})
 
 
+def test_a_best_checkpoint_sends_no_weights_to_engines_that_keep_theirs(tmp_path: Path) -> None:
+    cfg, policy = config(tmp_path, eval_steps=1, best_metric_key=""), Policy()
+    trainer = PPOTrainer(*trainer_arguments(cfg, Pool(), policy, rows(*[("q", "")] * 4)))
+    trainer.fit()
+    assert policy.calls.count("save_checkpoint") == 1, "the first; the second is as good"
+    assert policy.calls.count("sync_weights") == 3 == trainer.global_step + 1
+
+
 def test_the_best_checkpoint_needs_no_regular_ones(tmp_path: Path) -> None:
     def improves(**flags: Any) -> bool:
         cfg = config(tmp_path, save_steps=-1, **flags)
