@@ -8,9 +8,9 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from openrlhf.config import COMMANDS
+from openrlhf.config.commands import nearest_command
 from openrlhf.utils.former_names import INSTEAD, explain
 
 
@@ -74,8 +74,8 @@ def run(words: Sequence[str]) -> int:
         if former in INSTEAD:
             print(f"openrlhf: {explain(former)}", file=sys.stderr)
             return 2
-        near = get_close_matches(command.replace("-", "_"), [*COMMANDS, "config", "hooks"], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = nearest_command(command, "config", "hooks")
+        hint = f"; did you mean {near}?" if near else ""
         print(f"openrlhf: there is no command {command!r}{hint}\n\n{usage()}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"openrlhf.cli.{command}")

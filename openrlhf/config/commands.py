@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import ClassVar
 
 from openrlhf.config.flag import OptionGroup, flag, redefault
@@ -376,3 +377,10 @@ COMMANDS: dict[str, Command] = {
         "    --output_key answer --label_key answer --max_samples 100",
     ),
 }
+
+
+def nearest_command(word: str, *others: str) -> str | None:
+    """The command, or one of the others, that a wrong name was meant to be: one that begins so, or looks like it."""
+    names, word = [*COMMANDS, *others], word.replace("-", "_")
+    longer = [name for name in names if name.startswith(word)]
+    return longer[0] if len(longer) == 1 else next(iter(get_close_matches(word, names, n=1)), None)

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from openrlhf.config.commands import COMMANDS, PPOConfig, TrainerOptions
+from openrlhf.config.commands import COMMANDS, PPOConfig, TrainerOptions, nearest_command
 from openrlhf.config.derive import Derived, count_rows, data_copies, derive, frozen_rollouts
 from openrlhf.config.flag import flag_specs
 from openrlhf.config.help import specs_by_group
@@ -20,6 +20,7 @@ from openrlhf.config.values import show_value
 
 MASK = "***"
 HELP = ("-h", "--help")
+ACTIONS = ("explain", "show", "diff")
 USAGE = """usage: openrlhf config explain COMMAND [flags]   each value, where it is from, and what follows
        openrlhf config show COMMAND [flags]      the complete configuration as YAML
        openrlhf config diff A.yaml B.yaml        the flags in which two configurations differ
@@ -35,9 +36,12 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if action == "diff" and len(rest) >= 2:
         return _diff(*rest)
-    if action not in ("explain", "show") or not rest or rest[0] not in COMMANDS:
-        print(f"{USAGE}\n\nCOMMAND is one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
+    if action not in ACTIONS:
+        return _misused(f"{action!r} is none of {', '.join(ACTIONS)}" if action else "what to do is missing")
+    if action == "diff" or not rest:
+        return _misused("two YAML files are needed" if action == "diff" else "a command is needed")
+    if rest[0] not in COMMANDS:
+        return _misused(f"there is no command {rest[0]!r}", rest[0])
     command, flags = rest[0], rest[1:]
     num_rows = None
     if action == "explain":
@@ -52,6 +56,13 @@ def main(argv: Sequence[str]) -> int:
         print(format_violations(command, parsed.violations), file=sys.stderr)
         return 2
     return 0
+
+
+def _misused(problem: str, command: str = "") -> int:
+    near = nearest_command(command) if command else None
+    hint = f"; did you mean {near}?" if near else ""
+    print(f"config: {problem}{hint}\n\n{USAGE}\n\nCOMMAND is one of {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
 
 
 def format_explanation(parsed: Parsed, num_rows: int | None = None) -> str:

@@ -131,6 +131,10 @@ def _fix_template(changer: _Changer) -> None:
     template = changer.config.input_template
     if template is None:
         return
+    if changer.config.apply_chat_template:
+        if "input_template" in changer.explicit:
+            changer.note("--input_template changes nothing: --apply_chat_template makes the prompts")
+        return
     if "{}" not in template:
         changer.set(
             "input_template",

@@ -16,6 +16,7 @@ from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLI
 from openrlhf.config.problems import Violation, not_there
 from openrlhf.config.reward_sources import (
     BUILTIN_PREFIX,
+    BUILTIN_REWARDS,
     RewardSourceError,
     is_url,
     parse_reward_sources,
@@ -123,8 +124,12 @@ def _check_python_file(flag: str, path: str | None, defines: str) -> Iterator[Vi
     if not path:
         return
     if not path.endswith(".py"):
-        kinds = "a URL (http://...) or a .py file" if flag == "remote_rm_url" else "a .py file"
-        yield Violation(flag, f"{path!r} is not {kinds}", f"give a file that defines {defines}")
+        if flag == "remote_rm_url":
+            builtin = " or ".join(BUILTIN_PREFIX + name for name in BUILTIN_REWARDS)
+            fix = f"write http://{path} for a server, or give a .py file that defines {defines}, or {builtin}"
+            yield Violation(flag, f"{path!r} is not a URL (http://...) or a .py file", fix)
+        else:
+            yield Violation(flag, f"{path!r} is not a .py file", f"give a file that defines {defines}")
     elif not Path(path).is_file():
         yield not_there(flag, f"file {path}")
 

@@ -26,9 +26,12 @@ def test_no_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixtur
     assert "usage: openrlhf COMMAND" in capsys.readouterr().err
 
 
-def test_a_wrong_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train_sftt"]) == 2
-    assert "did you mean train_sft?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "meant"), [("train_sftt", "train_sft"), ("train-pp", "train_ppo_ray"), ("confg", "config")]
+)
+def test_a_wrong_name_gets_the_nearest(name: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    assert f"did you mean {meant}?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, advice", [("train_kd", "openrlhf train_sft"), ("train-ppo", "openrlhf train_ppo_ray")])

@@ -484,6 +484,7 @@ class TestRewards:
         [
             (["--remote_rm_url", "nowhere.py"], "remote_rm_url", "no file nowhere.py"),
             (["--remote_rm_url", "localhost:5000"], "remote_rm_url", "not a URL"),
+            (["--remote_rm_url", "host:5000/x"], "remote_rm_url", "write http://host:5000/x for a server"),
             (["--remote_rm_url", "http://a,b.py"], "remote_rm_url", "a list holds URLs only"),
             (["--remote_rm_url", "a=nowhere.py,b=http://a"], "remote_rm_url", "no file nowhere.py"),
             (["--remote_rm_url", "a=http://a,http://b"], "remote_rm_url", "has no name beside"),

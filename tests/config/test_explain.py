@@ -119,10 +119,21 @@ def test_diff(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "missing.yaml" in err
 
 
-@pytest.mark.parametrize("argv", [[], ["explain"], ["explain", "train_x"], ["fly", "train_sft"], ["diff", "a"]])
-def test_usage(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ([], "what to do is missing"),
+        (["explain"], "a command is needed"),
+        (["explain", "train-pp"], "there is no command 'train-pp'; did you mean train_ppo_ray?"),
+        (["show", "nothing"], "there is no command 'nothing'"),
+        (["fly", "train_sft"], "'fly' is none of explain, show, diff"),
+        (["diff", "a"], "two YAML files are needed"),
+    ],
+)
+def test_usage(capsys: pytest.CaptureFixture[str], argv: list[str], problem: str) -> None:
     status, out, err = run(capsys, *argv)
     assert status == 2 and out == "" and "usage: openrlhf config explain COMMAND" in err
+    assert err.startswith(f"config: {problem}\n")
 
 
 def test_help_of_config(capsys: pytest.CaptureFixture[str]) -> None:

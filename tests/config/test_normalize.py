@@ -377,6 +377,10 @@ class TestOthers:
             assert (value, notes) == ("Q: {}\n", "")
             value, _, notes = changed("input_template", "--input_template", "{{x}} {}", command=command)
             assert value == "{{x}} {}" and "{{, which stays as it is" in notes
+            _, _, notes = changed("input_template", "--apply_chat_template", "--input_template", "{{x", command=command)
+            assert notes == "--input_template changes nothing: --apply_chat_template makes the prompts"
+            _, _, notes = changed("input_template", "--apply_chat_template", command=command)
+            assert notes == ""
 
     def test_reference_of_dpo(self) -> None:
         assert changed("ref_pretrain", command="train_dpo")[:2] == ("org/model", "automatic: as --pretrain")
