@@ -21,7 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     author="The openrlhf authors",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",  # as vLLM
     packages=find_packages(include=["openrlhf", "openrlhf.*"]),
     install_requires=requirements("requirements.txt"),
     extras_require={extra: requirements(f"requirements/{extra}.txt") for extra in ("gpu", "cpu", "dev")},

@@ -12,7 +12,7 @@ from openrlhf.rollout.rewards.base import as_number
 from openrlhf.rollout.trajectory import Trajectory
 
 
-class SampleStatus(str, enum.Enum):
+class SampleStatus(enum.StrEnum):
     """How a sample ended. What is aborted is left out and counted."""
 
     PENDING = "pending"

@@ -194,7 +194,7 @@ class RewardService:
                 "request again later",
                 busy,
             ) from error
-        except (TimeoutError, asyncio.TimeoutError) as error:
+        except TimeoutError as error:
             raise Refused(503, f"not scored within {self.settings.timeout_s:g} s; send it again later", busy) from error
         except Exception as error:  # the model failed; the server goes on, and the log has the traceback
             raise Refused(500, f"the model failed: {type(error).__name__}: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures as futures
 import dataclasses
 import itertools
 import json
@@ -11,6 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,7 @@ class _Place:
             return
         try:
             error = self._start_close().exception(CLOSE_SECONDS)
-        except futures.TimeoutError:  # in Python 3.10 another than the built-in one
+        except TimeoutError:
             logger.warning(
                 "%s did not end within %g s; its last metrics may be missing there", self._name, CLOSE_SECONDS
             )
@@ -199,7 +199,7 @@ class _Place:
         if error is not None:
             logger.warning("%s could not be closed (%s); its last metrics may be missing there", self._name, error)
 
-    def _start_close(self) -> futures.Future[object]:
+    def _start_close(self) -> Future[object]:
         return in_daemon_thread(getattr(self._target, self._close), f"close {self._name}")
 
 

@@ -193,9 +193,9 @@ class HTTPReward:
             async with session.post(server.url, data=body, headers=_headers()) as response:
                 text = await response.text(errors="replace")
                 return self._read(server, response.status, text, chunk)
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             self._rest(server)
-            late = isinstance(error, asyncio.TimeoutError)
+            late = isinstance(error, TimeoutError)
             what = f"no answer within {self.options.timeout:g} s" if late else describe_exception(error)
             raise _TryFailed(f"{server.url}: {what}") from error
         finally:
