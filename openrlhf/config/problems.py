@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LINE_WIDTH = 110
 
@@ -34,6 +35,22 @@ def not_there(flag: str, what: str) -> Violation:
         what: the path, and before it, if known, what it should be.
     """
     return Violation(flag, f"there is no {what} here ({os.getcwd()})", "check the path")
+
+
+class FlagValueError(ValueError):
+    """A flag's value that can't be used: what is wrong, and what to write instead."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(f"{problem}; {fix}")
+        self.problem, self.fix = problem, fix
+
+
+def refused(flag: str, check: Callable[..., Any], *values: Any) -> Iterator[Violation]:
+    """The FlagValueError that a check of a flag's value raises, if it does, as a violation."""
+    try:
+        check(*values)
+    except FlagValueError as error:
+        yield Violation(flag, error.problem, error.fix)
 
 
 class ConfigError(Exception):

@@ -6,17 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from openrlhf.config.problems import FlagValueError
+
 BUILTIN_REWARDS = ("exact_match", "math")
 BUILTIN_PREFIX = "builtin:"
 _NAMED = re.compile(r"([A-Za-z][\w-]*)=(.+)")
-
-
-class RewardSourceError(ValueError):
-    """A flag's value that can't be used: what is wrong, and what to write instead."""
-
-    def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(f"{problem}; {fix}")
-        self.problem, self.fix = problem, fix
 
 
 def is_url(entry: str) -> bool:
@@ -36,7 +30,7 @@ def parse_reward_sources(value: str | Sequence[str]) -> dict[str, list[str]]:
         Entries by name; the only name is "" where none is given.
 
     Raises:
-        RewardSourceError: what can't be meant.
+        FlagValueError: what can't be meant.
     """
     raw = value.split(",") if isinstance(value, str) else value
     entries = [entry.strip() for entry in raw if entry.strip()]
@@ -46,13 +40,13 @@ def parse_reward_sources(value: str | Sequence[str]) -> dict[str, list[str]]:
         name, place = (named[1], named[2]) if named else ("", entry)
         sources.setdefault(name, []).append(place)
     if len(sources) > 1 and "" in sources:
-        raise RewardSourceError(
+        raise FlagValueError(
             f"{sources[''][0]!r} has no name beside entries that have one", "name all of them, or none"
         )
     for places in sources.values():
         others = [place for place in places if not is_url(place)]
         if others and len(places) > 1:
-            raise RewardSourceError(
+            raise FlagValueError(
                 f"{', '.join(map(repr, others))} in a list of several: a list holds URLs only",
                 "write one .py file, or URLs that begin with http:// or https://; several rewards that add up have "
                 "names: accuracy=./a.py,format=./b.py",
@@ -61,7 +55,7 @@ def parse_reward_sources(value: str | Sequence[str]) -> dict[str, list[str]]:
             builtin = place.removeprefix(BUILTIN_PREFIX)
             if builtin != place and builtin not in BUILTIN_REWARDS:
                 choices = ", ".join(BUILTIN_PREFIX + known for known in BUILTIN_REWARDS)
-                raise RewardSourceError(f"{place!r} is not a reward that is built in", f"it is one of {choices}")
+                raise FlagValueError(f"{place!r} is not a reward that is built in", f"it is one of {choices}")
     return sources
 
 
@@ -69,13 +63,13 @@ def parse_reward_weights(text: str | None, names: Iterable[str]) -> dict[str, fl
     """The weight of each named reward; 1 for all without --reward_weights.
 
     Raises:
-        RewardSourceError: a weight that is not a finite number, a name without a weight, or the other way round.
+        FlagValueError: a weight that is not a finite number, a name without a weight, or the other way round.
     """
     names = list(names)
     if text is None:
         return dict.fromkeys(names, 1.0)
     if names in ([], [""]):
-        raise RewardSourceError(
+        raise FlagValueError(
             "weighs rewards by their names, and there are none",
             "name them: --remote_rm_url accuracy=./a.py,format=./b.py",
         )
@@ -87,12 +81,12 @@ def parse_reward_weights(text: str | None, names: Iterable[str]) -> dict[str, fl
         except ValueError:
             weight = math.nan
         if not math.isfinite(weight) or name in weights:
-            raise RewardSourceError(
+            raise FlagValueError(
                 f"{part.strip()!r} is no weight of its own", "write name=number for each: accuracy=0.7,format=0.3"
             )
         weights[name] = weight
     if weights.keys() != set(names):
-        raise RewardSourceError(
+        raise FlagValueError(
             f"has weights of {', '.join(weights)}, and --remote_rm_url has {', '.join(names)}",
             "give each reward one weight (0 only logs it)",
         )

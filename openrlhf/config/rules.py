@@ -20,14 +20,21 @@ from openrlhf.config.commands import (
     SupervisedOptions,
     TrainerOptions,
 )
-from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, looks_local, parse_sources
+from openrlhf.config.datasource import (
+    Source,
+    check_source,
+    looks_local,
+    parse_probabilities,
+    parse_sources,
+    split_parts,
+)
 from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
 from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
-from openrlhf.config.problems import Violation, not_there
+from openrlhf.config.problems import FlagValueError, Violation, not_there, refused
 from openrlhf.config.rules_ppo import check_division, check_ppo, check_reward_sources, nearest_multiples
 from openrlhf.config.values import show_value
 
@@ -287,56 +294,23 @@ def _check_data(cfg: Any) -> Iterator[Violation]:
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield Violation(flag, f"two sources are called {name}", "give each a name of its own")
         for source in sources:
-            yield from _check_source(flag, source)
+            yield from refused(flag, check_source, source)
         if split is not None:
             yield from _check_split(split_flag, split, sources)
         if sources and probs:
-            yield from _check_probabilities(flag, probs_flag, len(sources), probs)
+            yield from refused(probs_flag, parse_probabilities, probs, len(sources))
 
 
 def _check_split(flag: str, split: str, sources: list[Source]) -> Iterator[Violation]:
-    parts = SPLIT.match(split.strip())
-    if parts is None:
-        yield Violation(flag, f"{split!r} is no split and no slice of one", "write train, train[:5%] or train[100:200]")
+    try:
+        name = split_parts(split)["name"]
+    except FlagValueError as error:
+        yield Violation(flag, error.problem, error.fix)
         return
     file = next((source.path for source in sources if source.is_file), None)
-    if file is not None and parts["name"] != "train":
-        problem = f"{parts['name']!r} isn't in {file}: a single file has only the split train"
+    if file is not None and name != "train":
+        problem = f"{name!r} isn't in {file}: a single file has only the split train"
         yield Violation(flag, problem, f"use --{flag} train")
-
-
-def _check_source(flag: str, source: Source) -> Iterator[Violation]:
-    suffix = Path(source.path).suffix
-    if not source.path:
-        yield Violation(flag, "has an empty source between its commas", "remove the extra comma")
-    elif Path(source.path).is_dir():
-        return
-    elif suffix == ".py":
-        problem = f"{source.path}: data sets are no longer loaded by scripts"
-        yield Violation(flag, problem, "convert it to JSON lines or Parquet")
-    elif suffix == ".txt" or (suffix.lower() in FILE_SUFFIXES and suffix not in FILE_SUFFIXES):
-        problem = f"{source.path}: files end in one of {', '.join(FILE_SUFFIXES)}, in lower case"
-        yield Violation(flag, problem, "rename or convert the file")
-    elif source.is_file and not Path(source.path).is_file():
-        yield not_there(flag, f"file {source.path}")
-    elif source.looks_local and not Path(source.path).exists():
-        yield not_there(flag, source.path)
-
-
-def _check_probabilities(data_flag: str, probs_flag: str, count: int, text: str) -> Iterator[Violation]:
-    try:
-        probabilities = [float(part) for part in text.split(",")]
-    except ValueError:
-        yield Violation(probs_flag, f"{text!r} is no list of numbers", "write for example 0.3,0.7")
-        return
-    if len(probabilities) != count:
-        problem = f"has {len(probabilities)} numbers for {count} sources"
-        yield Violation(probs_flag, problem, f"give one for each source of --{data_flag}")
-    elif min(probabilities) <= 0:
-        yield Violation(probs_flag, f"{text}: a probability must be above 0", f"leave the source out of --{data_flag}")
-    elif abs(sum(probabilities) - 1) > 1e-6:
-        problem = f"{text}: probabilities sum to 1, these to {sum(probabilities):g}"
-        yield Violation(probs_flag, problem, "divide them by their sum")
 
 
 def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:

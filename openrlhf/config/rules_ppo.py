@@ -13,11 +13,10 @@ from openrlhf.config.derive import data_copies, gpus_per_role, sharing_roles
 from openrlhf.config.foreign import value_here
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
-from openrlhf.config.problems import Violation, not_there
+from openrlhf.config.problems import FlagValueError, Violation, not_there
 from openrlhf.config.reward_sources import (
     BUILTIN_PREFIX,
     BUILTIN_REWARDS,
-    RewardSourceError,
     is_url,
     parse_reward_sources,
     parse_reward_weights,
@@ -116,7 +115,7 @@ def check_reward_sources(remote_rm_url: str | None, reward_weights: str | None) 
         sources = parse_reward_sources(remote_rm_url or "")
         flag = "reward_weights"
         parse_reward_weights(reward_weights, sources)
-    except RewardSourceError as error:
+    except FlagValueError as error:
         yield Violation(flag, error.problem, error.fix)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,14 +26,13 @@ from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
 
 from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, PPOConfig, RMConfig, SFTConfig
-from openrlhf.config.datasource import FILE_SUFFIXES, SPLIT, Source, parse_sources
+from openrlhf.config.datasource import Source, check_source, parse_probabilities, parse_sources, split_parts
+from openrlhf.config.problems import FlagValueError
 from openrlhf.datasets.readers import read_as_written
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
-
-_LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
 _SMALL_FILE_BYTES = 16 << 20
 
@@ -47,7 +47,7 @@ def load_rows(
     sources: str,
     *,
     split: str = "train",
-    probabilities: str | Sequence[float] | None = None,
+    probabilities: str | None = None,
     max_samples: int | None = None,
     seed: int = 42,
     use_modelscope: bool = False,
@@ -75,13 +75,18 @@ def load_rows(
     """
     if not sys.stderr.isatty():
         disable_progress_bars()
-    wanted = [source for source in parse_sources(sources) if source.path]
-    if not wanted:
-        raise DataError(f"no data source is named in {sources!r}")
-    weights = _probabilities(probabilities, len(wanted))
+    wanted = parse_sources(sources)
+    try:
+        for source in wanted:
+            check_source(source)
+        weights = parse_probabilities(probabilities, len(wanted)) if probabilities else None
+        wanted_split = split_parts(split)
+    except FlagValueError as error:
+        raise DataError(f"data sources {sources!r}: {error}") from error
     parts = []
     for source in wanted:
-        rows = _first(_slice(_load(source, use_modelscope), split, source.path), max_samples, source.path)
+        rows = _slice(_load(source, use_modelscope), wanted_split, source.path)
+        rows = _first(rows, max_samples, source.path)
         if len(rows) == 0:
             raise DataError(f"data source {source.path!r} has no rows (split {split!r})")
         if source.name is not None:
@@ -131,7 +136,7 @@ def check_small_file(cfg: _Configured) -> None:
     Raises:
         DataError: a column is missing, or the file can't be read.
     """
-    paths = [Path(source.path) for source in parse_sources(cfg.dataset or "") if source.path]
+    paths = [Path(source.path) for source in parse_sources(cfg.dataset or "")]
     if len(paths) == 1 and paths[0].is_file() and paths[0].stat().st_size <= _SMALL_FILE_BYTES:
         rows = load_rows(str(cfg.dataset), split=cfg.dataset_split, columns=needed_columns(cfg))
         require_columns(rows, dict(text_columns(cfg)), str(cfg.dataset))
@@ -254,48 +259,17 @@ def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -
         raise DataError(f"{source} has no column for {told}; its columns are: {', '.join(rows.column_names)}")
 
 
-def _probabilities(given: str | Sequence[float] | None, count: int) -> list[float] | None:
-    if given is None or given == "":
-        return None
-    try:
-        values = [float(v) for v in (given.split(",") if isinstance(given, str) else given)]
-    except ValueError as error:
-        raise DataError(f"sampling probabilities {given!r} are not numbers separated by commas") from error
-    if len(values) != count:
-        raise DataError(f"{len(values)} sampling probabilities were given for {count} data sources: {given!r}")
-    if min(values) <= 0 or abs(sum(values) - 1.0) > 1e-6:
-        raise DataError(f"sampling probabilities must be above 0 and sum to 1, got {given!r}")
-    return [value / sum(values) for value in values]  # NumPy wants the sum more exactly than people write thirds
-
-
 def _load(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
     path = Path(source.path)
-    if path.suffix == ".py" or (path / f"{path.name}.py").is_file():
-        raise DataError(f"{source.path!r} is a loading script, which the datasets library no longer runs; convert it")
     if path.is_dir():
         return _load_folder(source, path)
-    if source.is_file or path.is_file():
+    if path.is_file():
         return _load_file(source, path)
-    if source.looks_local or source.path.count("/") > 1:
-        near = _neighbours(path)
-        raise DataError(f"data source {source.path!r} does not exist{near}")
     return _load_remote(source, use_modelscope)
 
 
-def _neighbours(path: Path) -> str:
-    parent = path.parent
-    if not parent.is_dir():
-        return f" (nor does the folder {str(parent)!r})"
-    names = sorted(p.name for p in parent.iterdir() if not p.name.startswith("."))[:10]
-    return f"; {str(parent)!r} has: {', '.join(names) or 'nothing'}"
-
-
 def _load_file(source: Source, path: Path) -> Dataset | DatasetDict:
-    loader = _LOADERS.get(path.suffix)
-    if loader is None:
-        raise DataError(f"{source.path!r}: a data file must end in one of {', '.join(FILE_SUFFIXES)}")
-    if not path.is_file():
-        raise DataError(f"data source {source.path!r} does not exist{_neighbours(path)}")
+    loader = "json" if path.suffix == ".jsonl" else path.suffix.removeprefix(".")
     if path.stat().st_size == 0:
         raise DataError(f"data source {source.path!r} is an empty file")
     try:
@@ -352,19 +326,16 @@ def _reason(error: BaseException) -> str:
     return f"{type(inner).__name__}: {next(iter(str(inner).strip().splitlines()), '')}"
 
 
-def _slice(rows: Any, split: str, source: str) -> Dataset:
-    match = SPLIT.match(split.strip())
-    if match is None:
-        raise DataError(f"split {split!r} is not a name like train, or a slice like train[:5%]")
-    name = match["name"]
+def _slice(rows: Dataset | DatasetDict, split: re.Match[str], source: str) -> Dataset:
+    name = split["name"]
     if isinstance(rows, DatasetDict):
         if name not in rows:
             raise DataError(f"{source!r} has no split {name!r}; it has: {', '.join(rows)}")
         rows = rows[name]
-    if match["start"] is None:
+    if split["start"] is None:
         return rows
-    start = _bound(match["start"], len(rows), 0)
-    stop = _bound(match["stop"], len(rows), len(rows))
+    start = _bound(split["start"], len(rows), 0)
+    stop = _bound(split["stop"], len(rows), len(rows))
     return rows.select(range(start, max(start, stop)))
 
 

@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 from rollout_helpers import EOS, LetterTokenizer, ScriptedEngine, item
 
-from openrlhf.config.reward_sources import BUILTIN_REWARDS, RewardSourceError, parse_reward_sources
+from openrlhf.config.problems import FlagValueError
+from openrlhf.config.reward_sources import BUILTIN_REWARDS, parse_reward_sources
 from openrlhf.rollout.dump import RolloutDumpWriter, dump_files, read_rollout_dump
 from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.errors import RewardError
@@ -147,7 +148,7 @@ def test_names_and_replicas() -> None:
     assert isinstance(make_reward_source("builtin:math"), FunctionReward)
     for name in BUILTIN_REWARDS:
         assert callable(getattr(builtin_rewards, f"{name}_reward"))
-    with pytest.raises(RewardSourceError, match="'b.py' in a list of several"):
+    with pytest.raises(FlagValueError, match="'b.py' in a list of several"):
         parse_reward_sources("m=a=b.py,m=b.py,m=http://c")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "openrlhf"
 HANDLED = {
     "ConfigError": "the parser prints every mistake and ends with 2",
-    "RewardSourceError": "becomes a mistake in the flags, or a RewardError",
+    "FlagValueError": "becomes a mistake in the flags, a DataError or a RewardError",
     "ImageError": "becomes a lost prompt, a DataError or an AgentError",
     "StalenessError": "a mistake of the loop, not of the user",
 }

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from openrlhf.config.reward_sources import (
-    BUILTIN_PREFIX,
-    RewardSourceError,
-    is_url,
-    parse_reward_sources,
-    parse_reward_weights,
-)
+from openrlhf.config.problems import FlagValueError
+from openrlhf.config.reward_sources import BUILTIN_PREFIX, is_url, parse_reward_sources, parse_reward_weights
 from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards import builtin
 from openrlhf.rollout.rewards.base import RewardRequest, RewardResult, RewardSource
@@ -47,7 +42,7 @@ def make_reward_source(remote_rm_url: str | Sequence[str], weights: str | None =
     try:
         entries = parse_reward_sources(remote_rm_url)
         factors = parse_reward_weights(weights, entries)
-    except RewardSourceError as error:
+    except FlagValueError as error:
         raise RewardError(f"--remote_rm_url, --reward_weights: {error}") from error
     if list(entries) in ([], [""]):
         return _one_source(entries.get("", []), "reward_func")
