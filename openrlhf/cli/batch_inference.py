@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.common import run_tool
-from openrlhf.config import parse_cli
+from openrlhf.cli.common import tool
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then run; the exit status is that of :func:`run_tool`."""
-    cfg = parse_cli("batch_inference", argv)
-    from openrlhf import platform
-
-    platform.prepare_process()
-    from openrlhf.tools.batch_inference import run
-
-    return run_tool(run, cfg)
-
+main = partial(tool, "batch_inference", "openrlhf.tools.batch_inference")
 
 if __name__ == "__main__":
     sys.exit(main())

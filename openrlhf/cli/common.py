@@ -47,14 +47,23 @@ def with_task(argv: Sequence[str] | None) -> list[str]:
     return ["--task"] * short + words
 
 
-def run_tool(tool: Callable[[Any], str | Report], cfg: Any) -> int:
+def tool(command: str, module: str, argv: Sequence[str] | None = None) -> int:
+    """Parse and check the flags, then call ``run`` of the module; the exit status is that of :func:`run_tool`."""
+    cfg = parse_cli(command, argv)
+    from openrlhf import platform
+
+    platform.prepare_process()
+    return run_tool(importlib.import_module(module).run, cfg)
+
+
+def run_tool(run: Callable[[Any], str | Report], cfg: Any) -> int:
     """Run a tool and print what it says, or why it could do nothing.
 
     Returns:
         The exit status: 0, or 1 for a failure that was explained (nothing is written then) or that a report counts.
     """
     try:
-        said = tool(cfg)
+        said = run(cfg)
     except (ExplainedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

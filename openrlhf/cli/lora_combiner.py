@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from functools import partial
 
-from openrlhf.cli.common import run_tool
-from openrlhf.config import parse_cli
+from openrlhf.cli.common import tool
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then merge; the exit status is that of :func:`run_tool`."""
-    cfg = parse_cli("lora_combiner", argv)
-    from openrlhf.tools.lora import combine
-
-    return run_tool(combine, cfg)
-
+main = partial(tool, "lora_combiner", "openrlhf.tools.lora")
 
 if __name__ == "__main__":
     sys.exit(main())

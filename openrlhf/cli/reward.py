@@ -5,16 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from openrlhf.cli.common import run_tool, with_task
-from openrlhf.config import parse_cli
+from openrlhf.cli.common import tool, with_task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse and check the flags, then score samples; the exit status is that of :func:`run_tool`."""
-    cfg = parse_cli("reward", with_task(argv))
-    from openrlhf.tools.reward_test import reward_test
-
-    return run_tool(reward_test, cfg)
+    """Score samples, as the flags say; the word ``test`` comes first."""
+    return tool("reward", "openrlhf.tools.reward_test", with_task(argv))
 
 
 if __name__ == "__main__":

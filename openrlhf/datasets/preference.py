@@ -236,7 +236,7 @@ def _half(
         prompt = "" if style.prompt_key is None else texts.plain_text(row[style.prompt_key], where, style.prompt_key)
         head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
         return _whole(head + answer, style, tokenizer)
-    layout = SFTFormat(style.prompt_key, column, style.input_template, False, False, False, max_len=1 << 40)
+    layout = SFTFormat(style.prompt_key, column, style.input_template, apply_chat_template=False, max_len=1 << 40)
     return tokenize_sft_row(row, index, layout, tokenizer, source)
 
 
@@ -275,8 +275,5 @@ def _chat_half(
     if style.scored:
         return _whole(texts.render(tokenizer, prompt + answer, False, where), style, tokenizer)
     turns = [len(prompt) + i for i, message in enumerate(answer) if message["role"] == "assistant"]
-    text, spans = texts.assistant_spans(tokenizer, prompt + answer, turns, where)
-    ids, mask = texts.encode_spans(tokenizer, text, spans)
-    if ids[-1] != tokenizer.eos_token_id:
-        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+    ids, mask = texts.encode_turns(tokenizer, prompt + answer, turns, where)
     return Tokenized(ids, [False, *mask[1:]])

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as SequenceFeature
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.config import SFTConfig
+from openrlhf.config import KTOConfig, SFTConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.order import ResumableOrder
 from openrlhf.datasets.sources import DataError, require_columns
@@ -51,14 +51,14 @@ class SFTFormat:
     output_key: str | None
     input_template: str | None
     apply_chat_template: bool
-    multiturn: bool
-    pretrain_mode: bool
     max_len: int
+    multiturn: bool = False
+    pretrain_mode: bool = False
 
     @classmethod
-    def from_config(cls, cfg: SFTConfig) -> SFTFormat:
+    def from_config(cls, cfg: SFTConfig | KTOConfig) -> SFTFormat:
         """The fields that ``cfg`` has under the same names."""
-        return cls(**{name: getattr(cfg, name) for name in cls.__dataclass_fields__})
+        return cls(**{name: getattr(cfg, name) for name in cls.__dataclass_fields__ if hasattr(cfg, name)})
 
     @property
     def columns(self) -> list[str]:
@@ -286,10 +286,7 @@ def _chat(row: dict[str, Any], style: SFTFormat, tokenizer: PreTrainedTokenizerB
     turns = [i for i in turns if messages[i]["content"] or messages[i].get("tool_calls")]
     if not turns:
         return Tokenized([], [], EMPTY_RESPONSE)
-    text, spans = texts.assistant_spans(tokenizer, messages, turns, where)
-    ids, mask = texts.encode_spans(tokenizer, text, spans)
-    if ids and ids[-1] != tokenizer.eos_token_id:
-        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+    ids, mask = texts.encode_turns(tokenizer, messages, turns, where)
     return _finish(ids, mask, style.max_len, TOO_LONG)
 
 

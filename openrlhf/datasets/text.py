@@ -253,6 +253,16 @@ def _encode_between(
     return ids, begins
 
 
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turns: Sequence[int], where: str
+) -> tuple[list[int], list[bool]]:
+    """Ids of a conversation, with an end token, and which of them the wanted turns are; see :func:`assistant_spans`."""
+    ids, mask = encode_spans(tokenizer, *assistant_spans(tokenizer, messages, turns, where))
+    if ids and ids[-1] != tokenizer.eos_token_id:
+        return [*ids, int(tokenizer.eos_token_id)], [*mask, True]
+    return ids, mask
+
+
 def assistant_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turns: Sequence[int], where: str
 ) -> tuple[str, list[tuple[int, int]]]:

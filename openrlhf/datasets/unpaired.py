@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from datasets import Dataset, Features, Value
@@ -15,22 +14,6 @@ from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
 _FEATURES = Features({**FEATURES, "length": Value("int64"), "answer_length": Value("int64"), "label": Value("bool")})
 _LABEL_TEXTS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
-
-
-@dataclass(frozen=True)
-class UnpairedFormat:
-    """How a row becomes a text with a label."""
-
-    layout: SFTFormat
-    label_key: str
-
-    @classmethod
-    def from_config(cls, cfg: KTOConfig) -> UnpairedFormat:
-        """As the flags of train_kto say."""
-        layout = SFTFormat(
-            cfg.input_key, cfg.output_key, cfg.input_template, cfg.apply_chat_template, False, False, cfg.max_len
-        )
-        return cls(layout, cfg.label_key)
 
 
 class UnpairedDataset(SFTDataset):
@@ -57,19 +40,23 @@ def build_unpaired_dataset(
     Raises:
         DataError: a column is missing, or a row is null or malformed (its number is named), or nothing is left.
     """
-    style = UnpairedFormat.from_config(cfg)
-    layout = style.layout
-    keys = {"input_key": layout.input_key, "output_key": layout.output_key, "label_key": style.label_key}
-    require_columns(rows, keys, source)
+    style = SFTFormat.from_config(cfg)
+    require_columns(rows, {flag: getattr(cfg, flag) for flag in ("input_key", "output_key", "label_key")}, source)
 
     def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
-        done = tokenize_sft_row(row, index, layout, tokenizer, source)
-        label = _label(row[style.label_key], f"{source}, row {index}", style.label_key)
+        done = tokenize_sft_row(row, index, style, tokenizer, source)
+        label = _label(row[cfg.label_key], f"{source}, row {index}", cfg.label_key)
         lengths = {"length": len(done.token_ids), "answer_length": sum(done.loss_mask)}
         return {**vars(done), **lengths, "label": label}
 
     table, dropped = tokenize_rows(
-        rows, tokenize, _FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source
+        rows,
+        tokenize,
+        _FEATURES,
+        style=(style, cfg.label_key),
+        tokenizer=tokenizer,
+        num_proc=cfg.dataloader_num_workers,
+        source=source,
     )
     return UnpairedDataset(table, dropped)
 

@@ -86,7 +86,7 @@ def _serve_here(cfg: ServeRMConfig, sock: socket.socket, index: int, on_ready: A
         ToolError: the address was taken meanwhile.
     """
     from openrlhf.serve.app import AppSettings, create_app
-    from openrlhf.tools.loading import LoadSettings, use_modelscope
+    from openrlhf.tools.loading import use_modelscope
     from openrlhf.tools.scoring import RewardScorer
 
     threads = None if "OMP_NUM_THREADS" in os.environ else max(1, available_cores() // cfg.workers)
@@ -94,15 +94,8 @@ def _serve_here(cfg: ServeRMConfig, sock: socket.socket, index: int, on_ready: A
     assert cfg.reward_pretrain is not None
     if cfg.use_ms:
         use_modelscope()
-    scorer = RewardScorer.load(
-        cfg.reward_pretrain,
-        LoadSettings.of(cfg),
-        head_prefix=cfg.value_head_prefix,
-        max_len=cfg.max_len,
-        normalize=cfg.normalize_reward,
-        use_fast=not cfg.disable_fast_tokenizer,
-        device=platform.set_device(index % platform.device_count()),
-    )
+    device = platform.set_device(index % platform.device_count())
+    scorer = RewardScorer.load(cfg.reward_pretrain, cfg, device, cfg.normalize_reward)
     limits = AppSettings(
         model=cfg.reward_pretrain,
         max_batch=cfg.batch_size or DEFAULT_BATCH,

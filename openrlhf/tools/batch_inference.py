@@ -23,7 +23,7 @@ from openrlhf.models.folder import check_model_folder
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.rollout.seeding import derive_seed
 from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import LoadSettings, use_modelscope
+from openrlhf.tools.loading import use_modelscope
 from openrlhf.tools.post_process import Row, post_process
 from openrlhf.tools.scoring import RewardScorer
 from openrlhf.utils.files import atomic_file
@@ -212,15 +212,7 @@ def score(cfg: BatchInferenceConfig, rows: Dataset, world: World) -> list[Row]:
     """
     assert cfg.pretrain
     require_columns(rows, {"input_key": cfg.input_key, "output_key": cfg.output_key}, str(cfg.dataset))
-    scorer = RewardScorer.load(
-        cfg.pretrain,
-        LoadSettings.of(cfg),
-        head_prefix=cfg.value_head_prefix,
-        max_len=cfg.max_len,
-        normalize=False,
-        use_fast=not cfg.disable_fast_tokenizer,
-        device=platform.device(world.local_rank),
-    )
+    scorer = RewardScorer.load(cfg.pretrain, cfg, platform.device(world.local_rank))
     mine = range(world.rank, len(rows), world.size)
     pairs = [text_pair(cfg, scorer.tokenizer, rows[i], f"{cfg.dataset}, row {i}") for i in mine]
     encoded = [scorer.encode(prompt + response) for prompt, response in pairs]

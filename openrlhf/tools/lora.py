@@ -27,7 +27,7 @@ _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _KEPT_CONFIG = ("value_head_prefix", "mean", "std", "normalize_reward")
 
 
-def combine(cfg: LoraCombinerConfig) -> str:
+def run(cfg: LoraCombinerConfig) -> str:
     """Merge, check and write; a sentence about what was done.
 
     Each layer is merged in float32 and rounded once, to the format of the result. The files appear when all is well.

@@ -40,7 +40,7 @@ class Scoring:
     wall: float
 
 
-def reward_test(cfg: RewardTestConfig) -> Report:
+def run(cfg: RewardTestConfig) -> Report:
     """Score up to ``--max_samples`` samples.
 
     Raises:

@@ -20,9 +20,9 @@ import torch
 from serve_helpers import ServerProcess, make_reward_model, reference_score, running
 
 from openrlhf.cli.serve_rm import main
+from openrlhf.config import ServeRMConfig
 from openrlhf.rollout.rewards import HTTPOptions, HTTPReward, RewardRequest
 from openrlhf.rollout.rewards.http import TOKEN_VARIABLE
-from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.scoring import RewardScorer
 
 pytestmark = pytest.mark.e2e
@@ -37,15 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load(path: str, packing: bool = False, normalize: bool = False, max_len: int = 2048) -> RewardScorer:
-    return RewardScorer.load(
-        path,
-        LoadSettings(packing_samples=packing),
-        head_prefix="score",
-        max_len=max_len,
-        normalize=normalize,
-        use_fast=True,
-        device=torch.device("cpu"),
-    )
+    cfg = ServeRMConfig(param_dtype="fp32", packing_samples=packing, max_len=max_len)
+    return RewardScorer.load(path, cfg, torch.device("cpu"), normalize)
 
 
 class TestScorer:

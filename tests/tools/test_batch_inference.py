@@ -18,12 +18,11 @@ from tool_helpers import make_reward_model
 
 from openrlhf import platform
 from openrlhf.cli.batch_inference import main
-from openrlhf.config import build
+from openrlhf.config import BatchInferenceConfig, build
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tools import batch_inference
 from openrlhf.tools.batch_inference import prompts_to_generate, write_rows
 from openrlhf.tools.errors import ToolError
-from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.post_process import conditional_sft, dpo_pairs, post_process, rejection_sampling
 from openrlhf.tools.scoring import RewardScorer
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -110,15 +109,7 @@ class TestScoring:
         return ["--eval_task", "rm", "--pretrain", model, "--dataset", data, *keys, "--param_dtype", "fp32", *more]
 
     def expected(self, model: str, texts: list[str]) -> list[float]:
-        scorer = RewardScorer.load(
-            model,
-            LoadSettings(),
-            head_prefix="score",
-            max_len=2048,
-            normalize=False,
-            use_fast=True,
-            device=torch.device("cpu"),
-        )
+        scorer = RewardScorer.load(model, BatchInferenceConfig(param_dtype="fp32"), torch.device("cpu"))
         return [scorer.score([scorer.encode(text).token_ids])[0] for text in texts]
 
     @pytest.fixture

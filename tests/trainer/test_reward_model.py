@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.batching import pack
+from openrlhf.config import ServeRMConfig
 from openrlhf.models.loading import load_sequence_regression
 from openrlhf.models.logprobs import RewardModel
-from openrlhf.tools.loading import LoadSettings
 from openrlhf.tools.scoring import RewardScorer
 
 pytestmark = pytest.mark.e2e
@@ -136,15 +136,8 @@ def test_reward_server_gives_the_same_scores(preference_runs: Any) -> None:
     folder = preference_runs.folder / "train_rm" / "base" / "model"
     scores = {}
     for normalize in (False, True):
-        scorer = RewardScorer.load(
-            str(folder),
-            LoadSettings(),
-            head_prefix="score",
-            max_len=32,
-            normalize=normalize,
-            use_fast=True,
-            device=torch.device("cpu"),
-        )
+        cfg = ServeRMConfig(param_dtype="fp32", max_len=32)
+        scorer = RewardScorer.load(str(folder), cfg, torch.device("cpu"), normalize)
         rows = preference_runs.rows("eval_pairs.jsonl")
         texts = [row["prompt"] + row[half] for row in rows for half in ("chosen", "rejected")]
         scores[normalize] = torch.tensor(scorer.score([scorer.encode(text).token_ids for text in texts]))
