@@ -16,7 +16,7 @@ from openrlhf.config.flag import flag_specs
 
 @dataclass(frozen=True)
 class Retired:
-    """A spelling that is gone: the flag it became, and the value it stood for (None: it took the value)."""
+    """A flag that is gone: the flag it became, and the value it stood for."""
 
     flag: str
     value: Any

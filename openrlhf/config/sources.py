@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ class Written:
 def read_command_line(config_class: type, command: str, argv: Sequence[str]) -> Written:
     """Read flags, ``--config FILE`` and ``key=value`` overrides; files count less than the rest."""
     written = Written([], [], [])
-    from_files: list[Assignment] = []
     tokens = deque(argv)
     while tokens:
         token = tokens.popleft()
@@ -59,9 +58,7 @@ def read_command_line(config_class: type, command: str, argv: Sequence[str]) -> 
                 written.violations.append(Violation("config", "needs a YAML file", "write --config run.yaml"))
             else:
                 path = token.partition("=")[2] if "=" in token else tokens.popleft()
-                file = replace(written, assignments=[])
-                _read_yaml_into(config_class, command, path, file)
-                from_files += file.assignments
+                _read_yaml_into(config_class, command, path, written)
         elif token.startswith("--") and len(token) > 2:
             _read_flag(config_class, token, tokens, written)
         elif match := _OVERRIDE.fullmatch(token):
@@ -74,7 +71,7 @@ def read_command_line(config_class: type, command: str, argv: Sequence[str]) -> 
                     "flags begin with --, overrides look like key=value, and text with blanks needs quotes",
                 )
             )
-    written.assignments = from_files + written.assignments
+    written.assignments.sort(key=lambda assignment: assignment.origin == COMMAND_LINE)
     return written
 
 
@@ -97,7 +94,7 @@ def _read_flag(config_class: type, token: str, tokens: deque[str], written: Writ
     raw: Any
     if has_value:
         raw = text
-    elif target.negated or (target.retired and target.retired.value is not None):
+    elif target.negated or target.retired:
         raw = True
     elif spec.kind is bool:
         following = _value_ahead(tokens)
@@ -247,7 +244,7 @@ def _assign(config_class: type, target: Target, raw: Any, origin: str, written: 
     try:
         if target.negated:
             value: Any = not convert(spec, raw)
-        elif target.retired is not None and target.retired.value is not None:
+        elif target.retired is not None:
             if str(raw).lower() in FALSE_WORDS:
                 return
             value = target.retired.value

@@ -19,16 +19,14 @@ def convert(spec: FlagSpec, raw: Any) -> Any:
     Raises:
         ValueError: with a sentence that says what was expected and what was found.
     """
-    if spec.count == 1:
-        if isinstance(raw, list | tuple):
-            if len(raw) != 1:
-                raise ValueError(f"takes one value, not {len(raw)}: {_show(raw)}")
-            raw = raw[0]
-        if _is_none(spec, raw):
-            return None
-        return _convert_one(spec, raw)
+    if spec.count == 1 and isinstance(raw, list | tuple):
+        if len(raw) != 1:
+            raise ValueError(f"takes one value, not {len(raw)}: {_show(raw)}")
+        raw = raw[0]
     if _is_none(spec, raw):
         return None
+    if spec.count == 1:
+        return _convert_one(spec, raw)
     values = _as_list(raw) if not spec.info.verbatim else list(raw) if isinstance(raw, list | tuple) else [raw]
     if spec.count == 0:
         return [_convert_one(spec, value) for value in values]
@@ -36,10 +34,8 @@ def convert(spec: FlagSpec, raw: Any) -> Any:
     if not fewest <= len(values) <= spec.count:
         wanted = f"{spec.count} values" if fewest == spec.count else f"{fewest} or {spec.count} values"
         raise ValueError(f"takes {wanted}, not {len(values)}: {_show(values)}")
-    numbers = [_convert_one(spec, value) for value in values]
-    if len(numbers) < spec.count:
-        numbers = [spec.kind(0)] * (spec.count - len(numbers)) + numbers
-    return tuple(numbers)
+    missing = [spec.kind(0)] * (spec.count - len(values))
+    return (*missing, *(_convert_one(spec, value) for value in values))
 
 
 def type_name(spec: FlagSpec) -> str:

@@ -208,7 +208,7 @@ class RewardService:
         self.metrics.truncated.inc(sum(e.truncated for e in encoded))
         return scores
 
-    def health(self) -> Response:
+    async def health(self) -> Response:
         """200 while the server works, else 503."""
         content = {
             "status": "ok" if self.batcher.alive else "stopped",
@@ -216,6 +216,10 @@ class RewardService:
             "waiting": self.batcher.waiting,
         }
         return JSONResponse(content, 200 if self.batcher.alive else 503)
+
+    async def get_metrics(self) -> Response:
+        """All numbers, as Prometheus reads them."""
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
 
 
 def create_app(scorer: Scorer, settings: AppSettings) -> FastAPI:
@@ -230,17 +234,9 @@ def create_app(scorer: Scorer, settings: AppSettings) -> FastAPI:
 
     app = FastAPI(title="reward model", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.post("/get_reward")
-    async def get_reward(request: Request) -> Response:
-        return await service.get_reward(request)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return service.health()
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+    app.post("/get_reward")(service.get_reward)
+    app.get("/health")(service.health)
+    app.get("/metrics")(service.get_metrics)
 
     @app.middleware("http")
     async def measure(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:

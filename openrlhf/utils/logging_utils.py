@@ -1,19 +1,12 @@
 """The logger that users' files import: ``from openrlhf.utils.logging_utils import init_logger``."""
 
-import logging
-
 from openrlhf.utils.former_names import explain
-from openrlhf.utils.logging import get_logger
+from openrlhf.utils.logging import get_logger as init_logger
 
 __all__ = ["init_logger"]
 
 # As in a package, an import of a name that isn't here is asked of the finders, which say what to use instead.
 __path__: list[str] = []
-
-
-def init_logger(name: str) -> logging.Logger:
-    """A logger that writes where this package's own do."""
-    return get_logger(name)
 
 
 def __getattr__(name: str) -> None:
