@@ -55,9 +55,14 @@ def flag(default: Any, help: str, *dotted: str, **declared: Any) -> Any:
 
 def redefault(group: type, name: str, default: Any) -> Any:
     """The flag `name` of `group` once more, with another default: how a command differs from its groups."""
+    return _field(default, declaration(group, name))
+
+
+def declaration(group: type, name: str) -> FlagInfo:
+    """What the flag `name` of `group` is declared with."""
     for field in dataclasses.fields(group):
         if field.name == name:
-            return _field(default, field.metadata[METADATA_KEY])
+            return field.metadata[METADATA_KEY]
     raise AttributeError(f"{group.__name__} has no flag {name}")
 
 

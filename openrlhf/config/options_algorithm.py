@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from openrlhf.config.flag import OptionGroup, flag
+from openrlhf.config.flag import OptionGroup, declaration, flag
+from openrlhf.config.options_model import DeepSpeedOptions, OptimizerOptions
 
 ESTIMATORS = (
     "gae",
@@ -193,6 +194,16 @@ class AlgorithmOptions(OptionGroup):
     )
 
 
+def critic_flag(group: type, name: str) -> Any:
+    """The same flag for the critic, by the names that the dotted releases give it."""
+    actors = declaration(group, name)
+    dotted, negated = (
+        [n.replace("actor.", "critic.") for n in names if n.startswith("actor.")]
+        for names in (actors.dotted, actors.negated)
+    )
+    return flag(None, f"{name} of the critic", *dotted, negated=tuple(negated), choices=actors.choices, since="0.11")
+
+
 @dataclass(kw_only=True)
 class ActorCriticOptions(OptionGroup):
     """Flags of the critic that are not given are as the actor's; the dotted releases gave each its own."""
@@ -207,21 +218,15 @@ class ActorCriticOptions(OptionGroup):
         "critic.model_name_or_path",
     )
     save_value_network: bool = flag(False, "also save the critic, to save_path + _critic", "critic.save_value_network")
-    critic_max_norm: float | None = flag(None, "max_norm of the critic", "critic.max_norm", since="0.11")
-    critic_l2: float | None = flag(None, "l2 of the critic", "critic.adam.weight_decay", since="0.11")
-    critic_adam_betas: tuple[float, float] | None = flag(
-        None, "adam_betas of the critic", "critic.adam.betas", since="0.11"
-    )
-    critic_adam_eps: float | None = flag(None, "adam_eps of the critic", "critic.adam.eps", since="0.11")
-    critic_lr_scheduler: str | None = flag(None, "lr_scheduler of the critic", "critic.lr_scheduler", since="0.11")
-    critic_lr_warmup_ratio: float | None = flag(
-        None, "lr_warmup_ratio of the critic", "critic.lr_warmup_ratio", since="0.11"
-    )
-    critic_min_lr_ratio: float | None = flag(None, "min_lr_ratio of the critic", "critic.min_lr_ratio", since="0.11")
-    critic_optim: str | None = flag(None, "optim of the critic", "critic.optim", choices=("adam", "muon"), since="0.11")
-    critic_muon_lr: float | None = flag(None, "muon_lr of the critic", "critic.muon.lr", since="0.11")
-    critic_muon_momentum: float | None = flag(None, "muon_momentum of the critic", "critic.muon.momentum", since="0.11")
-    critic_muon_ns_steps: int | None = flag(None, "muon_ns_steps of the critic", "critic.muon.ns_steps", since="0.11")
-    critic_muon_nesterov: bool | None = flag(
-        None, "muon_nesterov of the critic", "critic.muon.nesterov", negated=("critic.muon.no_nesterov",), since="0.11"
-    )
+    critic_max_norm: float | None = critic_flag(DeepSpeedOptions, "max_norm")
+    critic_l2: float | None = critic_flag(OptimizerOptions, "l2")
+    critic_adam_betas: tuple[float, float] | None = critic_flag(OptimizerOptions, "adam_betas")
+    critic_adam_eps: float | None = critic_flag(OptimizerOptions, "adam_eps")
+    critic_lr_scheduler: str | None = critic_flag(OptimizerOptions, "lr_scheduler")
+    critic_lr_warmup_ratio: float | None = critic_flag(OptimizerOptions, "lr_warmup_ratio")
+    critic_min_lr_ratio: float | None = critic_flag(OptimizerOptions, "min_lr_ratio")
+    critic_optim: str | None = critic_flag(OptimizerOptions, "optim")
+    critic_muon_lr: float | None = critic_flag(OptimizerOptions, "muon_lr")
+    critic_muon_momentum: float | None = critic_flag(OptimizerOptions, "muon_momentum")
+    critic_muon_ns_steps: int | None = critic_flag(OptimizerOptions, "muon_ns_steps")
+    critic_muon_nesterov: bool | None = critic_flag(OptimizerOptions, "muon_nesterov")

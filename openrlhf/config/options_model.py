@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from openrlhf.config.flag import OptionGroup, flag
+
+
+def model_flag(default: Any, help: str, name: str, under: str = "", **declared: Any) -> Any:
+    """A flag that dotted releases have twice: below `under` for the one model of a command, and for the PPO actor."""
+    return flag(default, help, under + name, f"actor.{name}", **declared)
 
 
 @dataclass(kw_only=True)
@@ -50,17 +55,14 @@ class LoadOptions(PrecisionOptions):
 
 @dataclass(kw_only=True)
 class ModelOptions(LoadOptions):
-    pretrain: str | None = flag(
-        None,
-        "model to train: a local folder or a hub id",
-        "model.model_name_or_path",
-        "actor.model_name_or_path",
+    pretrain: str | None = model_flag(
+        None, "model to train: a local folder or a hub id", "model_name_or_path", under="model."
     )
-    gradient_checkpointing: bool = flag(
+    gradient_checkpointing: bool = model_flag(
         False,
         "recompute activations in the backward pass to save memory",
-        "model.gradient_checkpointing_enable",
-        "actor.gradient_checkpointing_enable",
+        "gradient_checkpointing_enable",
+        under="model.",
     )
     gradient_checkpointing_every: int = flag(
         1,
@@ -68,18 +70,18 @@ class ModelOptions(LoadOptions):
         "memory lasts",
         since="new",
     )
-    gradient_checkpointing_use_reentrant: bool = flag(
+    gradient_checkpointing_use_reentrant: bool = model_flag(
         False,
         "use PyTorch's re-entrant activation checkpointing; not with --aux_loss_coef",
-        "model.gradient_checkpointing_reentrant",
-        "actor.gradient_checkpointing_reentrant",
+        "gradient_checkpointing_reentrant",
+        under="model.",
     )
     use_liger_kernel: bool = flag(False, "use the kernels of the liger-kernel package", "ds.use_liger_kernel")
-    aux_loss_coef: float = flag(
+    aux_loss_coef: float = model_flag(
         0.0,
         "weight of the router balancing loss of mixture-of-experts models; 0 leaves it out",
-        "model.aux_loss_coef",
-        "actor.aux_loss_coef",
+        "aux_loss_coef",
+        under="model.",
     )
     lora_rank: int = flag(0, "rank of the LoRA adapters; 0 trains all weights", "ds.lora.rank")
     lora_alpha: int = flag(16, "LoRA scale: the update is multiplied by alpha / rank", "ds.lora.alpha")
@@ -142,11 +144,8 @@ class DeepSpeedOptions(PrecisionOptions):
         "ds.ring_attn_head_stride",
         no_effect="it only tuned the speed of a ring, and here ranks exchange all heads at once",
     )
-    max_norm: float = flag(
-        1.0,
-        "largest gradient norm, longer gradients are scaled down; 0 never clips",
-        "max_norm",
-        "actor.max_norm",
+    max_norm: float = model_flag(
+        1.0, "largest gradient norm, longer gradients are scaled down; 0 never clips", "max_norm"
     )
     seed: int = flag(42, "seed of everything random", "train.seed")
     full_determinism: bool = flag(
@@ -167,56 +166,34 @@ class EngineModelOptions(ModelOptions, DeepSpeedOptions):
 class OptimizerOptions(OptionGroup):
     title: ClassVar[str] = "Optimizer"
 
-    l2: float = flag(
-        0.0,
-        "weight decay, not through the gradient; biases and norm weights are exempt",
-        "adam.weight_decay",
-        "actor.adam.weight_decay",
+    l2: float = model_flag(
+        0.0, "weight decay, not through the gradient; biases and norm weights are exempt", "adam.weight_decay"
     )
-    adam_betas: tuple[float, float] = flag(
-        (0.9, 0.95), "decay rates of Adam's two moments", "adam.betas", "actor.adam.betas"
+    adam_betas: tuple[float, float] = model_flag((0.9, 0.95), "decay rates of Adam's two moments", "adam.betas")
+    adam_eps: float = model_flag(1e-8, "epsilon of Adam", "adam.eps", since="0.11")
+    lr_scheduler: str = model_flag(
+        "cosine_with_min_lr", "learning-rate schedule, by its transformers name", "lr_scheduler"
     )
-    adam_eps: float = flag(1e-8, "epsilon of Adam", "adam.eps", "actor.adam.eps", since="0.11")
-    lr_scheduler: str = flag(
-        "cosine_with_min_lr",
-        "learning-rate schedule, by its transformers name",
-        "lr_scheduler",
-        "actor.lr_scheduler",
+    lr_warmup_ratio: float = model_flag(
+        0.03, "share of all optimizer steps that warm up, rounded up", "lr_warmup_ratio"
     )
-    lr_warmup_ratio: float = flag(
-        0.03,
-        "share of all optimizer steps that warm up, rounded up",
-        "lr_warmup_ratio",
-        "actor.lr_warmup_ratio",
+    min_lr_ratio: float = model_flag(
+        0.1, "last learning rate of the *_with_min_lr schedules, as a share of the peak", "min_lr_ratio"
     )
-    min_lr_ratio: float = flag(
-        0.1,
-        "last learning rate of the *_with_min_lr schedules, as a share of the peak",
-        "min_lr_ratio",
-        "actor.min_lr_ratio",
-    )
-    optim: str = flag(
+    optim: str = model_flag(
         "adam",
         "adam is AdamW; muon trains the hidden matrices with Muon and embeddings, heads, norms and biases with AdamW",
         "optim",
-        "actor.optim",
         choices=("adam", "muon"),
         since="0.11",
     )
-    muon_lr: float = flag(0.02, "learning rate of the matrices under Muon", "muon.lr", "actor.muon.lr", since="0.11")
-    muon_momentum: float = flag(0.95, "momentum of Muon", "muon.momentum", "actor.muon.momentum", since="0.11")
-    muon_ns_steps: int = flag(
-        5,
-        "Newton-Schulz steps of Muon",
-        "muon.ns_steps",
-        "actor.muon.ns_steps",
-        since="0.11",
-    )
-    muon_nesterov: bool = flag(
+    muon_lr: float = model_flag(0.02, "learning rate of the matrices under Muon", "muon.lr", since="0.11")
+    muon_momentum: float = model_flag(0.95, "momentum of Muon", "muon.momentum", since="0.11")
+    muon_ns_steps: int = model_flag(5, "Newton-Schulz steps of Muon", "muon.ns_steps", since="0.11")
+    muon_nesterov: bool = model_flag(
         True,
         "Nesterov momentum in Muon",
         "muon.nesterov",
-        "actor.muon.nesterov",
         negated=("muon.no_nesterov", "actor.muon.no_nesterov"),
         since="0.11",
     )
