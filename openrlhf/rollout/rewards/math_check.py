@@ -26,17 +26,20 @@ class _Worker:
     """One child process."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
         paths = [_PACKAGE_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "openrlhf.rollout.rewards.math_worker", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            )
+        try:
+            self._pipe, theirs = Pipe()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "openrlhf.rollout.rewards.math_worker", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                )
+        except OSError as error:  # no memory, or too many processes or files
+            raise RewardError(f"no process for math answers could be started: {error}") from error
         try:
             self._answer(_START_SECONDS)
         except (MathTimeout, EOFError, OSError) as error:

@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 
 import openrlhf.utils
+from openrlhf.rollout.errors import RewardError
 from openrlhf.rollout.rewards.builtin import (
     exact_match_reward,
     extract_boxed_answer,
@@ -108,6 +109,15 @@ def test_endless_comparison_is_ended_and_the_next_one_works() -> None:
         assert checker.same("2", "$2$") and not checker.same("2", "$3$")
     finally:
         checker.close()
+
+
+def test_a_process_that_cannot_be_started_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(RewardError, match="no process for math answers could be started: .*Resource temporarily"):
+        MathChecker(workers=1).same("2", "$2$")
 
 
 def test_no_child_process_outlives_its_parent() -> None:
