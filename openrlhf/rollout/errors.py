@@ -43,6 +43,10 @@ class RewardError(RolloutError):
         self.isolatable = isolatable
 
 
+class SampleError(RolloutError):
+    """Samples lack what training or evaluation needs; the message names the first of them."""
+
+
 class NoLearnableGroups(RolloutError):
     """Dynamic filtering found too few groups that carry a learning signal."""
 

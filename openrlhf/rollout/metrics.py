@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from openrlhf.rollout.agent_output import CUT_TOKENS
+from openrlhf.rollout.errors import SampleError
 from openrlhf.rollout.rewards.builtin import plain_answer
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.utils.logging import get_logger, note_once
@@ -98,14 +99,16 @@ def eval_metrics(trajectories: Sequence[Trajectory], n: int) -> dict[str, float]
     `eval_num_samples` over everything. They depend neither on the batch size nor on the order.
 
     Raises:
-        ValueError: a sample has no reward, or a prompt not `n` samples.
+        SampleError: a sample has no reward.
+        ValueError: a prompt has not `n` samples.
     """
     if not trajectories:
         return {}
     for trajectory in trajectories:
         if trajectory.reward is None:
-            raise ValueError(
-                f"evaluation sample {trajectory.sample_index} of prompt {trajectory.prompt_id} has no reward"
+            raise SampleError(
+                f"evaluation sample {trajectory.sample_index} of prompt {trajectory.prompt_id} has no reward: "
+                "the agent or generate function gave none"
             )
     metrics: dict[str, float] = {}
     for source, own in _by_source(trajectories).items():

@@ -21,6 +21,7 @@ from openrlhf.batching.plan import BatchPlan, plan_micro_batches, split_optimize
 from openrlhf.config import PPOConfig
 from openrlhf.config.derive import data_copies
 from openrlhf.config.derive import optimizer_steps as planned_steps
+from openrlhf.rollout.errors import SampleError
 from openrlhf.rollout.metrics import rollout_metrics
 from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.trajectory import Trajectory
@@ -69,14 +70,14 @@ def collect(groups: Sequence[Sequence[Trajectory]], baselines: Sequence[Trajecto
     """Put groups that finished in any order into a fixed one, with the engine's log-probs as a column if there.
 
     Raises:
-        ValueError: some trajectories have sampling log-probs and others do not.
+        SampleError: some trajectories have sampling log-probs and others do not.
     """
     ordered = sorted((t for group in groups for t in group), key=lambda t: (t.group_id, t.sample_index))
     experience = Experience(ordered, baselines=list(baselines))
     with_logprobs = [t for t in ordered if t.logprobs is not None]
     if with_logprobs and len(with_logprobs) < len(ordered):
         missing = next(t for t in ordered if t.logprobs is None)
-        raise ValueError(
+        raise SampleError(
             f"{len(ordered) - len(with_logprobs)} of {len(ordered)} samples have no sampling log-probs, the first "
             f"of prompt {missing.prompt_id}; an agent must return rollout_log_probs for all of them or for none"
         )
@@ -176,11 +177,11 @@ def shaped_rewards(trajectories: Sequence[Trajectory], cfg: PPOConfig) -> Tensor
     """Terminal rewards ``[S]`` after the length penalties.
 
     Raises:
-        ValueError: a trajectory has no reward; names prompt and sample.
+        SampleError: a trajectory has no reward; names prompt and sample.
     """
     missing = [t for t in trajectories if t.reward is None]
     if missing:
-        raise ValueError(
+        raise SampleError(
             f"{len(missing)} samples have no reward, the first is sample {missing[0].sample_index} of prompt "
             f"{missing[0].prompt_id}: the agent or reward function gave none and there is no reward model"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from openrlhf.datasets.order import epoch_permutation
 from openrlhf.datasets.prompts import PromptRow
+from openrlhf.datasets.sources import DataError
 from openrlhf.rollout.group import PromptItem
 
 
@@ -104,11 +105,11 @@ class PromptStream:
         """Go on where a checkpoint was made.
 
         Raises:
-            ValueError: the prompt set or the seed is another one, so the order would be too.
+            DataError: the prompt set or the seed is another one, so the order would be too.
         """
         for name, now in (("rows", len(self._rows)), ("seed", self._seed)):
             if state[name] != now:
-                raise ValueError(
+                raise DataError(
                     f"the checkpoint was made with {name} = {state[name]}, this run has {now}: prompts would be "
                     "repeated or skipped. Resume with the same --prompt_data and --seed, or start a new run"
                 )

@@ -19,6 +19,7 @@ from openrlhf.rollout.metrics import (
     rollout_metrics,
 )
 from openrlhf.rollout.trajectory import Trajectory
+from openrlhf.utils.errors import ExplainedError
 
 figures = functools.partial(rollout_metrics, max_new_tokens=8, max_len=64)
 
@@ -159,7 +160,7 @@ def test_evaluation_by_source() -> None:
         }
     )
     assert eval_metrics([], 2) == {}
-    with pytest.raises(ValueError, match="evaluation sample 0 of prompt 3 has no reward"):
+    with pytest.raises(ExplainedError, match="evaluation sample 0 of prompt 3 has no reward"):
         eval_metrics([sample(3, None)], 1)
     with pytest.raises(ValueError, match="evaluation prompt 3 has 1 samples, not 2"):
         eval_metrics([sample(3, 1.0)], 2)

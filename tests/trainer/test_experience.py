@@ -26,6 +26,7 @@ from openrlhf.trainer.experience import (
     token_outputs,
     with_model_scores,
 )
+from openrlhf.utils.errors import ExplainedError
 
 
 @pytest.fixture
@@ -85,13 +86,13 @@ def test_log_probs_of_some_samples_only_are_an_error() -> None:
     groups = rollout()
     length = groups[1][0].total_length
     groups[1][0] = sample(0, 1, 4, 1.0, logprobs=np.zeros(length, dtype=np.float32))
-    with pytest.raises(ValueError, match=r"4 of 5 samples have no sampling log-probs, the first of prompt 100"):
+    with pytest.raises(ExplainedError, match=r"4 of 5 samples have no sampling log-probs, the first of prompt 100"):
         collect(groups)
 
 
 def test_a_missing_reward_names_the_sample(cfg: PPOConfig) -> None:
     experience = collect([[sample(3, 0, 2, None), sample(3, 1, 2, 1.0)]])
-    with pytest.raises(ValueError, match="sample 0 of prompt 103"):
+    with pytest.raises(ExplainedError, match="sample 0 of prompt 103"):
         add_advantages(experience, cfg, 0.0)
 
 

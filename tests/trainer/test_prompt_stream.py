@@ -6,6 +6,7 @@ import pytest
 
 from openrlhf.datasets.prompts import PromptRow
 from openrlhf.trainer.prompt_stream import PromptStream
+from openrlhf.utils.errors import ExplainedError
 
 
 def rows(count: int) -> list[PromptRow]:
@@ -73,7 +74,7 @@ def test_prompts_that_are_given_back_come_first_and_under_their_own_numbers() ->
 @pytest.mark.parametrize(("count", "seed", "what"), [(11, 7, "rows = 12"), (12, 8, "seed = 7")])
 def test_another_prompt_set_or_seed_is_refused(count: int, seed: int, what: str) -> None:
     state = PromptStream(rows(12), 7, 1).state_dict()
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ExplainedError, match=what):
         PromptStream(rows(count), seed, 1).load_state_dict(state)
 
 
