@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +12,11 @@ from openrlhf.config import PPOConfig
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.models.vision import VisionInputs
 from openrlhf.rollout.agents import AgentExecutorBase
-from openrlhf.rollout.episodes import EpisodeSpec, GroupFilter, run_group
-from openrlhf.rollout.group import Group, PromptItem
+from openrlhf.rollout.episodes import EpisodeSpec, GroupFilter
 from openrlhf.rollout.hooks import GenerateFunction, SampleReward, judge_group, load_hook
 from openrlhf.rollout.images import PromptImages
 from openrlhf.rollout.loader import load_agent_executor
-from openrlhf.rollout.protocol import GenerationEngine, SamplingParams
+from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import RewardClient, RewardSource, make_reward_source
 
 
@@ -81,47 +79,31 @@ def group_filter_of(cfg: PPOConfig) -> GroupFilter | None:
     return partial(judge_group, load_hook("dynamic_sampling_filter_path", path), cfg) if path else None
 
 
-class GroupRunner:
-    """Runs groups of episodes against one engine."""
+def episode_spec(cfg: PPOConfig) -> EpisodeSpec:
+    """What the episodes of a run have in common, rewards and agents loaded; each group brings its own sampling options.
 
-    def __init__(self, cfg: PPOConfig, engine: GenerationEngine) -> None:
-        self._engine = engine
-        source = reward_source(cfg)
-        self._rewards = None
-        if source is not None:
-            self._rewards = RewardClient(
-                source,
-                on_failure=cfg.reward_on_failure or "stop",
-                # A function for single samples gets each as soon as it is there.
-                **({"batch_size": 1, "max_concurrency": 64} if cfg.custom_rm_path else {}),
-            )
-        tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
-        self._spec = EpisodeSpec(
-            sampling=SamplingParams(),  # each call brings its own
-            max_length=cfg.max_len,
-            tokenizer=tokenizer,
-            eos_token_ids=model_eos_ids(cfg.model_path),
-            rewards=self._rewards,
-            group_reward=cfg.group_rm,
-            group_filter=group_filter_of(cfg),
-            executor=executor_of(cfg),
-            prompt_limit=cfg.prompt_max_len,
-            seed=cfg.seed,
-            episode_timeout=cfg.rollout_timeout,
-            # A response that does not come about can't be given a reward of 0 either.
-            on_agent_failure="drop" if cfg.reward_on_failure in ("drop", "zero") else "raise",
-            images=prompt_images(cfg, tokenizer) if cfg.max_images_per_prompt else None,
-        )
-
-    async def run_group(self, item: PromptItem, n: int, sampling: SamplingParams, weight_version: int) -> Group:
-        """The ``n`` episodes of one prompt, with rewards (not those of a reward model)."""
-        spec = replace(self._spec, sampling=sampling, weight_version=weight_version)
-        return await run_group(item, n, self._engine, spec)
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Counts and latencies of rewards since the last call."""
-        return self._rewards.pop_metrics() if self._rewards is not None else {}
-
-    async def close(self) -> None:
-        if self._rewards is not None:
-            await self._rewards.close()
+    Raises:
+        ExplainedError: a hook, a reward or an agent can't be loaded.
+    """
+    source, rewards = reward_source(cfg), None
+    if source is not None:
+        # A function for single samples gets each as soon as it is there.
+        calls = {"batch_size": 1, "max_concurrency": 64} if cfg.custom_rm_path else {}
+        rewards = RewardClient(source, on_failure=cfg.reward_on_failure or "stop", **calls)
+    tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
+    return EpisodeSpec(
+        sampling=SamplingParams(),
+        max_length=cfg.max_len,
+        tokenizer=tokenizer,
+        eos_token_ids=model_eos_ids(cfg.model_path),
+        rewards=rewards,
+        group_reward=cfg.group_rm,
+        group_filter=group_filter_of(cfg),
+        executor=executor_of(cfg),
+        prompt_limit=cfg.prompt_max_len,
+        seed=cfg.seed,
+        episode_timeout=cfg.rollout_timeout,
+        # A response that does not come about can't be given a reward of 0 either.
+        on_agent_failure="drop" if cfg.reward_on_failure in ("drop", "zero") else "raise",
+        images=prompt_images(cfg, tokenizer) if cfg.max_images_per_prompt else None,
+    )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from openrlhf.config import PPOConfig
 from openrlhf.engines.images import multimodal_prompt
-from openrlhf.engines.rollouts import GroupRunner
+from openrlhf.engines.rollouts import episode_spec
 from openrlhf.engines.spec import EngineSpec
+from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
+from openrlhf.rollout.rewards import RewardClient
 from openrlhf.utils.process import redirect_output, resident_bytes, unlink_shared_resources
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ class VLLMEngine:
         _prepare_process(spec, visible_devices)
         self.spec = spec
         self._request_ids = itertools.count()
-        self._runner: GroupRunner | None = None
+        self._episodes: EpisodeSpec | None = None
         self._llm: Any = None
         self._weight_version = 0
 
@@ -67,7 +70,7 @@ class VLLMEngine:
         engine_args = AsyncEngineArgs(**self.spec.arguments, weight_transfer_config=transfer)
         # As for offline inference: many sequences at once matter more here than the latency of one.
         self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
-        self._runner = GroupRunner(cfg, engine=self)
+        self._episodes = episode_spec(cfg)
 
     # --- generation ------------------------------------------------------------------------------------------------
 
@@ -95,12 +98,17 @@ class VLLMEngine:
 
     async def run_group(self, prompt: PromptItem, n: int, sampling: SamplingParams) -> Group:
         """Run the ``n`` episodes of one prompt, rewards included (not those of a reward model)."""
-        assert self._runner is not None  # start() made it
-        return await self._runner.run_group(prompt, n, sampling, self._weight_version)
+        assert self._episodes is not None  # start() made it
+        spec = replace(self._episodes, sampling=sampling, weight_version=self._weight_version)
+        return await run_group(prompt, n, self, spec)
+
+    @property
+    def _rewards(self) -> RewardClient | None:
+        return None if self._episodes is None else self._episodes.rewards
 
     async def pop_metrics(self) -> dict[str, float]:
         """Reward counts and latencies since the last call, and the host memory of the engine's processes."""
-        rewards = self._runner.pop_metrics() if self._runner is not None else {}
+        rewards = self._rewards.pop_metrics() if self._rewards is not None else {}
         return {**rewards, "memory/engine_host_gib_max": resident_bytes(children=True) / 2**30}
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -183,8 +191,8 @@ class VLLMEngine:
     async def shutdown(self) -> None:
         """Stop vLLM's processes and remove what they shared, whatever state they are in."""
         try:
-            if self._runner is not None:
-                await self._runner.close()
+            if self._rewards is not None:
+                await self._rewards.close()
             if self._llm is not None:
                 self._llm.shutdown()
         finally:

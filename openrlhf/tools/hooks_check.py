@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from openrlhf.config import PPOConfig
 from openrlhf.config.derive import prompt_limit
 from openrlhf.config.rules_ppo import HOOKS
 from openrlhf.datasets.prompts import PromptRow, load_prompts
-from openrlhf.engines.rollouts import GroupRunner
+from openrlhf.engines.rollouts import episode_spec
 from openrlhf.models.loading import load_tokenizer
+from openrlhf.rollout.episodes import run_group
 from openrlhf.rollout.errors import RolloutError
 from openrlhf.rollout.group import Group
 from openrlhf.rollout.hooks import BufferFilter
@@ -97,12 +99,10 @@ def hooks_check(cfg: PPOConfig) -> Report:
 
 
 async def _roll_out(cfg: PPOConfig, rows: Sequence[PromptRow], engine: LabelEngine) -> list[Group]:
-    sampling = training_sampling(cfg)
-    runner = GroupRunner(cfg, engine)
+    spec = replace(episode_spec(cfg), sampling=training_sampling(cfg))
     try:
         items = [prompt_item(row, index, 0) for index, row in enumerate(rows)]
-        return list(
-            await asyncio.gather(*(runner.run_group(item, cfg.n_samples_per_prompt, sampling, 0) for item in items))
-        )
+        return await asyncio.gather(*(run_group(item, cfg.n_samples_per_prompt, engine, spec) for item in items))
     finally:
-        await runner.close()
+        if spec.rewards is not None:
+            await spec.rewards.close()
