@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from openrlhf.rollout.agent_engine import AgentEngine, AgentSamplingParams, generate_checked
 from openrlhf.rollout.agent_output import trajectory_from_agent_output
@@ -27,12 +26,12 @@ from openrlhf.rollout.errors import (
 )
 from openrlhf.rollout.group import EpisodeFailure, Group, PromptItem
 from openrlhf.rollout.images import PromptImages
-from openrlhf.rollout.protocol import GenerationEngine, GenerationResult, SamplingParams, Tokenizer
+from openrlhf.rollout.protocol import GenerationEngine, SamplingParams, Tokenizer
 from openrlhf.rollout.rewards.base import RewardRequest
 from openrlhf.rollout.rewards.client import NoReward, RewardClient
 from openrlhf.rollout.sample import DynamicFilterOutput, Sample
 from openrlhf.rollout.seeding import derive_seed
-from openrlhf.rollout.text import ResponseEnd, continuation_text, end_of_sequence_ids, response_end, reward_text
+from openrlhf.rollout.text import continuation_text, end_of_sequence_ids, response_end, reward_text
 from openrlhf.rollout.trajectory import Trajectory
 from openrlhf.rollout.usercode import DeadlinePassed, accepts_keyword, contained, gather_all, within
 from openrlhf.utils.images import ImageError, decode_image
@@ -275,45 +274,28 @@ async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationE
     sampling = replace(sampling, max_tokens=limit, min_tokens=min(sampling.min_tokens, limit))
     started = time.monotonic()
     result = await generate_checked(engine, prompt, sampling, item.placed, name)
-    response = np.asarray(result.token_ids, dtype=np.int32)
-    end = response_end(response.tolist(), result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
-    text = reward_text(spec.tokenizer, prompt, response[: end.length].tolist(), eos_ids=spec.eos_ids)
+    response = list(result.token_ids)
+    end = response_end(response, result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
+    around = (len(prompt), len(response) - end.length)  # tokens that are no actions
+    versions = np.broadcast_to(result.weight_version, len(response))[: end.length]
+    logprobs = None
+    if sampling.logprobs:
+        logprobs = np.pad(np.asarray(result.logprobs, dtype=np.float32)[: end.length], around)
+    text = reward_text(spec.tokenizer, prompt, response[: end.length], eos_ids=spec.eos_ids)
     return Trajectory(
         prompt_id=item.prompt_id,
         group_id=item.group_id,
         sample_index=index,
-        **_columns(prompt, response, result, end, sampling.logprobs),
+        token_ids=np.array([*prompt, *response], dtype=np.int32),
+        action_mask=np.pad(np.ones(end.length, dtype=np.bool_), around),
+        logprobs=logprobs,
+        weight_version=np.pad(versions.astype(np.int32), around, constant_values=-1),
         finish_reason=end.finish_reason,
         truncated=end.truncated,
         metadata={**item.metadata, "prompt": item.text, "label": item.label, "response": text},
         timings={"generation": time.monotonic() - started},
         images=item.placed,
     )
-
-
-def _columns(
-    prompt: Sequence[int],
-    response: npt.NDArray[np.int32],
-    result: GenerationResult,
-    end: ResponseEnd,
-    with_logprobs: bool,
-) -> dict[str, Any]:
-    """The per-token arrays of a single-turn trajectory."""
-    first, last, total = len(prompt), len(prompt) + end.length, len(prompt) + len(response)
-    mask = np.zeros(total, dtype=np.bool_)
-    mask[first:last] = True
-    versions = np.full(total, -1, dtype=np.int32)
-    versions[mask] = np.broadcast_to(result.weight_version, len(response))[: end.length]
-    logprobs = None
-    if with_logprobs and result.logprobs is not None:
-        logprobs = np.zeros(total, dtype=np.float32)
-        logprobs[first:last] = np.asarray(result.logprobs, dtype=np.float32)[: end.length]
-    return {
-        "token_ids": np.concatenate([np.asarray(prompt, dtype=np.int32), response]),
-        "action_mask": mask,
-        "logprobs": logprobs,
-        "weight_version": versions,
-    }
 
 
 async def _agent_episode(
