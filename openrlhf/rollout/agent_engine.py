@@ -225,7 +225,13 @@ class AgentEngine:
         if room <= 0:
             return self._output(prompt, GenerationResult([], None, "length"), sampling)
         limit = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
-        result = await self._call(prompt, self._prepared(sampling, limit), images)
+        prepared = self._prepared(sampling, limit)
+        try:
+            result = await generate_checked(self._engine, prompt, prepared, images, self.name)
+        except EngineError as error:
+            self.engine_error = error
+            raise
+        self.engine_error = None
         self.calls.append(EngineCall(prompt, result, images, limit if limit < room else None))
         return self._output(prompt, result, sampling)
 
@@ -268,22 +274,9 @@ class AgentEngine:
             seed=seed,
         )
 
-    async def _call(
-        self, prompt: list[int], sampling: SamplingParams, images: Sequence[PlacedImage]
-    ) -> GenerationResult:
-        try:
-            result = await generate_checked(self._engine, prompt, sampling, images, self.name)
-        except EngineError as error:
-            self.engine_error = error
-            raise
-        self.engine_error = None
-        return result
-
     def _output(self, prompt: list[int], result: GenerationResult, sampling: SamplingParams) -> RequestOutput:
         ids = [int(token) for token in result.token_ids]
-        text = result.text
-        if text is None:
-            text = completion_text(self._tokenizer, prompt, result, sampling)
+        text = completion_text(self._tokenizer, prompt, result, sampling)
         logprobs: list[dict[int, Logprob]] | None = None
         total = None
         if result.logprobs is not None:

@@ -116,7 +116,7 @@ def _warn_of_unsampled(unmatched: int, total: int, where: str) -> None:
 def _ending(truncated: Any, last: EngineCall | None) -> tuple[bool, str]:
     """Whether a limit cut the episode, and its finish reason; executors of 0.9.x leave it to the last turn's."""
     reason = "stop" if last is None else last.result.finish_reason
-    cut = reason == "length" if truncated is None else _flag(truncated)
+    cut = reason == "length" if truncated is None else bool(as_list(truncated)[0])
     return cut, "length" if cut else reason
 
 
@@ -265,10 +265,6 @@ def _optional_number(value: Any, key: str, where: str) -> float | None:
     if number is None:
         raise AgentError(f'{where}: "{key}" is {value!r}; it must be one finite number (float, array or tensor)')
     return number
-
-
-def _flag(value: Any) -> bool:
-    return bool(as_list(value)[0])
 
 
 def _step_rewards(value: Any, where: str) -> tuple[tuple[int, float], ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +112,7 @@ class Episode:
     ranges: list[tuple[int, int]] = field(default_factory=list)
     step_rewards: list[tuple[int, float]] = field(default_factory=list)
     total_reward: float = 0.0
-    score: Any = None
+    score: Any = 0.0
     extra_logs: Any = None
     truncated: bool = False
     cut_tokens: int = 0
@@ -142,12 +141,11 @@ class Episode:
 
     def take_turn(self, output: Any) -> None:
         """Add what the policy sampled, as the engine gave it."""
-        start = len(self.ids)
-        logprobs = None
-        if self.logprobs is not None and output.logprobs is not None:
+        start, logprobs = len(self.ids), None
+        if output.logprobs is None:
+            self.logprobs = None  # the engine's records decide whether that is an error
+        else:
             logprobs = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-        elif self.logprobs is not None:
-            self.logprobs = None  # the engine gives none; its records decide whether that is an error
         self.append(output.token_ids, logprobs)
         self.ranges.append((start, len(self.ids)))
         self.truncated = output.finish_reason == "length"
@@ -191,10 +189,8 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         where = f"{getattr(llm_engine, 'name', 'sample')}: {self.agent_instance_cls.__name__}"
         agent = await self._new_instance()
         text = await self._first_observation(agent, prompt, label, where)
-        ids, placed, cut = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
-        episode = Episode(ids, text, logprobs, images=placed, cut_tokens=cut)
-        if cut:
+        episode = _begun(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        if episode.cut_tokens:
             warn_of_cut(self.agent_instance_cls.__name__, "returned from reset()")
         sampling_params.max_tokens = None
         done = False
@@ -204,7 +200,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 episode.truncated = True
                 break
             sampling_params.max_tokens = self._turn_limit(sampling_params, room)
-            action_text = await _sample_turn(episode, room, sampling_params, llm_engine)
+            action_text = await _sample_turn(episode, sampling_params, llm_engine)
             state = {
                 "observation_text": episode.text,
                 "action_text": action_text,
@@ -222,7 +218,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return {
             **episode.output(prompt, label),
             "reward": episode.total_reward,
-            "scores": episode.total_reward if episode.score is None else episode.score,
+            "scores": episode.score,
             "step_rewards": episode.step_rewards,
         }
 
@@ -271,12 +267,11 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         images: Any = None,
     ) -> dict[str, Any]:
         """Plays one episode; see AgentExecutorBase.execute."""
-        ids, placed, cut = _first_ids(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
-        logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
-        episode = Episode(list(ids), prompt, logprobs, images=placed, cut_tokens=cut)
-        if cut:
+        episode = _begun(prompt, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+        if episode.cut_tokens:
             warn_of_cut(type(self).__name__, "took as the prompt")
-        await _sample_turn(episode, max_length - len(ids), sampling_params, llm_engine)
+        ids = list(episode.ids)
+        await _sample_turn(episode, sampling_params, llm_engine)
         output = episode.output(prompt, label)
         if self._rewards is None:
             return output
@@ -286,6 +281,15 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         assert isinstance(verdict, RewardResult)  # the policy of this client is to raise
         output.update(reward=verdict.reward, scores=verdict.score, extra_logs=dict(verdict.extra_logs))
         return output
+
+
+def _begun(
+    text: str, prompt: str, sampling_params: Any, max_length: int, hf_tokenizer: Any, llm_engine: Any
+) -> Episode:
+    """An episode that has its first observation."""
+    ids, placed, cut = _first_ids(text, prompt, sampling_params, max_length, hf_tokenizer, llm_engine)
+    logprobs = [0.0] * len(ids) if sampling_params.logprobs is not None else None
+    return Episode(ids, text, logprobs, images=placed, cut_tokens=cut)
 
 
 def _first_ids(
@@ -346,12 +350,10 @@ def _append_feedback(
     episode.append(ids[: end - len(episode.ids)])
 
 
-async def _sample_turn(episode: Episode, room: int, sampling_params: Any, llm_engine: Any) -> str:
-    """Samples one turn into the episode and returns its text."""
-    params = copy.deepcopy(sampling_params)
-    params.max_tokens = room if params.max_tokens is None else min(room, params.max_tokens)
+async def _sample_turn(episode: Episode, sampling_params: Any, llm_engine: Any) -> str:
+    """Samples one turn into the episode and returns its text; the engine keeps to the room that is left."""
     data = {"multi_modal_data": {"image": list(episode.images)}} if episode.images else {}
-    output = (await llm_engine.generate(list(episode.ids), params, **data)).outputs[0]
+    output = (await llm_engine.generate(list(episode.ids), sampling_params, **data)).outputs[0]
     episode.take_turn(output)
     return output.text
 

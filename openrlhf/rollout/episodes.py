@@ -228,7 +228,8 @@ async def _guarded_episode(item: PromptItem, index: int, engine: GenerationEngin
     started, limit = time.monotonic(), spec.episode_timeout
     strict = spec.on_agent_failure == "raise"
     try:
-        samples = await within(_episode(item, index, engine, spec), limit)
+        play = _single_turn_episode if spec.executor is None else _agent_episode
+        samples = await within(play(item, index, engine, spec), limit)
     except DeadlinePassed as error:
         what = "the episode" if spec.executor is None else f"agent {_title(spec.executor)}"
         message = f"{sample_name(item, index)}: {what} did not end within {limit:g} s"
@@ -248,13 +249,6 @@ async def _guarded_episode(item: PromptItem, index: int, engine: GenerationEngin
     return [EpisodeFailure(item.prompt_id, index, kind, message)]
 
 
-async def _episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Trajectory]:
-    """One episode without its reward: one sample, or the parts of a rollout."""
-    if spec.executor is None:
-        return [await _single_turn_episode(item, index, engine, spec)]
-    return await _agent_episode(item, index, engine, spec, spec.executor)
-
-
 def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> SamplingParams:
     seed = derive_seed(spec.seed, item.epoch, item.prompt_id, index)
     # The engine may know fewer end-of-sequence ids than the model has.
@@ -265,7 +259,10 @@ def _sample_sampling(item: PromptItem, index: int, spec: EpisodeSpec) -> Samplin
     return replace(spec.sampling, seed=seed, stop_token_ids=stops)
 
 
-async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> Trajectory:
+async def _single_turn_episode(
+    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec
+) -> list[Trajectory]:
+    """One sample without its reward."""
     name = sample_name(item, index)
     prompt = list(item.token_ids)
     sampling = _sample_sampling(item, index, spec)
@@ -282,7 +279,7 @@ async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationE
     if sampling.logprobs:
         logprobs = np.pad(np.asarray(result.logprobs, dtype=np.float32)[: end.length], around)
     text = reward_text(spec.tokenizer, prompt, response[: end.length], eos_ids=spec.eos_ids)
-    return Trajectory(
+    trajectory = Trajectory(
         prompt_id=item.prompt_id,
         group_id=item.group_id,
         sample_index=index,
@@ -296,11 +293,13 @@ async def _single_turn_episode(item: PromptItem, index: int, engine: GenerationE
         timings={"generation": time.monotonic() - started},
         images=item.placed,
     )
+    return [trajectory]
 
 
-async def _agent_episode(
-    item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec, executor: AgentExecutorBase
-) -> list[Trajectory]:
+async def _agent_episode(item: PromptItem, index: int, engine: GenerationEngine, spec: EpisodeSpec) -> list[Trajectory]:
+    """The sample of an episode, or the parts of one, without a reward that is not the agent's."""
+    executor = spec.executor
+    assert executor is not None
     name = sample_name(item, index)
     sampling = _sample_sampling(item, index, spec)
     agent_engine = AgentEngine(

@@ -96,7 +96,6 @@ class GenerationResult:
         finish_reason: "stop", "length" or "abort".
         weight_version: version of the weights, one number, or one for each token if weights changed
             meanwhile.
-        text: decoded text if the engine has it at hand (without the stop token); None = decode when needed.
         stop_reason: the stop string or stop id that ended generation, if the engine says so.
     """
 
@@ -104,7 +103,6 @@ class GenerationResult:
     logprobs: Sequence[float] | None
     finish_reason: str
     weight_version: int | Sequence[int] = 0
-    text: str | None = None
     stop_reason: int | str | None = None
 
 
