@@ -113,7 +113,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
     def __init__(self) -> None:
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
-        self._starting: asyncio.Lock | None = None
+        self._starting = asyncio.Lock()
         self._port = 0
 
     @abstractmethod
@@ -165,8 +165,6 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             self._runner = None
 
     async def _start(self) -> None:
-        if self._starting is None:
-            self._starting = asyncio.Lock()
         async with self._starting:
             if self._runner is not None:
                 return

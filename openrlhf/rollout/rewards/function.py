@@ -55,8 +55,7 @@ class FunctionReward:
         self._function = function
         self._path = path
         self._timeout = timeout
-        self._max_concurrency = max_concurrency
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(max_concurrency)
         self._wants_metadata = accepts_keyword(function, "metadata")
         self._where = name_of(function, path)
         self._batches = BatchCaller(self._where)
@@ -108,8 +107,6 @@ class FunctionReward:
         """Nothing to release."""
 
     async def _call(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
-        if self._slots is None:
-            self._slots = asyncio.Semaphore(self._max_concurrency)
         arguments, keywords = self._arguments(batch)
         async with self._slots:
             try:

@@ -87,8 +87,6 @@ class HTTPReward:
     """
 
     def __init__(self, urls: Sequence[str], options: HTTPOptions | None = None) -> None:
-        if isinstance(urls, str):
-            urls = [urls]
         wrong = [url for url in urls if not url.startswith(("http://", "https://"))]
         if wrong or not urls:
             raise RewardError(f"reward URLs must start with http:// or https://, got {wrong or 'an empty list'}")
@@ -96,7 +94,8 @@ class HTTPReward:
         self.retries = 0
         self._servers = [_Server(url) for url in urls]
         self._session: aiohttp.ClientSession | None = None
-        self._slots: asyncio.Semaphore | None = None
+        self._limit = self.options.max_connections * len(urls)
+        self._slots = asyncio.Semaphore(self._limit)
         self._batches = BatchCaller(f"the reward server {self._urls()}")
 
     async def score(self, batch: Sequence[RewardRequest]) -> list[RewardResult]:
@@ -107,7 +106,9 @@ class HTTPReward:
         """
         size = 1 if self._batches.one_by_one else self.options.batch_size
         chunks = [batch[start : start + size] for start in range(0, len(batch), size)]
-        parts = await gather_all([self._score_chunk(chunk) for chunk in chunks])
+        parts = await gather_all(
+            [self._batches.score(chunk, self._post_with_retries, self._post_once) for chunk in chunks]
+        )
         return [result for part in parts for result in part]
 
     async def close(self) -> None:
@@ -115,9 +116,6 @@ class HTTPReward:
         if self._session is not None:
             await self._session.close()
             self._session = None
-
-    async def _score_chunk(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
-        return await self._batches.score(chunk, self._post_with_retries, self._post_once)
 
     async def _post_once(self, chunk: Sequence[RewardRequest]) -> list[RewardResult]:
         try:
@@ -160,11 +158,11 @@ class HTTPReward:
             _TryFailed: none of them answered.
             RewardError: a refusal, or every server there is gave a reply of the wrong form.
         """
-        session, slots = self._connection()
+        session = self._open_session()
         tried: list[_Server] = []
         wrong = 0
         # The server is chosen when there is room for the request, so one that hangs keeps its share of the room only.
-        async with slots:
+        async with self._slots:
             while True:
                 server = self._choose_server(tried)
                 tried.append(server)
@@ -190,7 +188,7 @@ class HTTPReward:
         server.in_flight += 1
         server.sent += 1
         try:
-            async with session.post(server.url, data=body, headers=_headers()) as response:
+            async with session.post(server.url, data=body) as response:
                 text = await response.text(errors="replace")
                 return self._read(server, response.status, text, chunk)
         except (aiohttp.ClientError, OSError) as error:
@@ -251,22 +249,15 @@ class HTTPReward:
         server.failures_in_a_row += 1
         server.resting_until = time.monotonic() + wait
 
-    def _connection(self) -> tuple[aiohttp.ClientSession, asyncio.Semaphore]:
-        if self._session is None or self._session.closed or self._slots is None:
-            limit = self.options.max_connections * len(self._servers)
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:  # made here: aiohttp wants a running loop
+            token = os.environ.get(TOKEN_VARIABLE)
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=limit), timeout=aiohttp.ClientTimeout(total=self.options.timeout)
+                connector=aiohttp.TCPConnector(limit=self._limit),
+                timeout=aiohttp.ClientTimeout(total=self.options.timeout),
+                headers={"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {}),
             )
-            self._slots = asyncio.Semaphore(limit)
-        return self._session, self._slots
-
-
-def _headers() -> dict[str, str]:
-    headers = {"Content-Type": "application/json"}
-    token = os.environ.get(TOKEN_VARIABLE)
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    return headers
+        return self._session
 
 
 def _encode(chunk: Sequence[RewardRequest]) -> bytes:
