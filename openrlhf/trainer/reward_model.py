@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from openrlhf.algorithms.losses import pairwise_logexp_loss, pairwise_sigmoid_loss
@@ -18,7 +17,7 @@ from openrlhf.models.logprobs import RewardModel
 from openrlhf.trainer.preference import PreferenceTrainer
 from openrlhf.trainer.supervised import open_tokenizer, read_data, total_steps, train_engine
 from openrlhf.utils.logging import get_logger
-from openrlhf.workers.distributed import World
+from openrlhf.workers.distributed import World, gather_objects
 
 logger = get_logger(__name__)
 
@@ -64,13 +63,9 @@ class RewardModelTrainer(PreferenceTrainer):
         """``eval_loss``, ``acc_mean``, ``reward_margin``, and mean and standard deviation of all scores."""
         self._eval_scores = []
         values = super().evaluate()
-        parts: list[Any] = [self._eval_scores]
-        if self.world.size > 1:
-            parts = [None] * self.world.size
-            dist.all_gather_object(parts, self._eval_scores)
+        parts = gather_objects(self._eval_scores)[:: self.engine.data_copies]
         # sorted, so that the last bit doesn't depend on which rank had which pair
-        own = parts[:: self.engine.data_copies]
-        scores = torch.tensor(sorted(score for part in own for score in part), dtype=torch.float64)
+        scores = torch.tensor(sorted(score for part in parts for score in part), dtype=torch.float64)
         mean, std = float(scores.mean()), float(scores.std())
         self._stats = (self.engine.step_count, mean, std)
         return {**values, "reward_mean": mean, "reward_std": std}

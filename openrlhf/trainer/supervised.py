@@ -8,7 +8,6 @@ from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-import torch.distributed as dist
 from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +29,7 @@ from openrlhf.utils.logging import get_logger
 from openrlhf.utils.process import seed_process
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.deepspeed_engine import SchedulerSpec, TrainEngine
-from openrlhf.workers.distributed import World, init_distributed, shutdown
+from openrlhf.workers.distributed import World, gather_objects, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
 
 logger = get_logger(__name__)
@@ -132,11 +131,7 @@ def train_engine(cfg: SupervisedConfig, kind: type[Backbone], model: nn.Module, 
 
 def reduce_metrics(metrics: MetricSum) -> dict[str, float]:
     """Merge the parts of all ranks; every rank gets the values."""
-    parts: list[Any] = [metrics.to_numbers()]
-    if dist.get_world_size() > 1:
-        own, parts = parts[0], [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own)
-    return MetricSum.merged(parts).values()
+    return MetricSum.merged(gather_objects(metrics)).values()
 
 
 class SupervisedTrainer(ABC):

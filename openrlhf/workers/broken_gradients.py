@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from openrlhf.workers.distributed import gather_objects
 
 # Names in a message: the first ones of the model, and the last.
 _SHOWN = 3
@@ -48,11 +49,7 @@ class BrokenGradients:
 
     def told(self) -> str:
         """The names, for a message; empty when none was seen. All ranks call it."""
-        parts: list[Any] = [self._own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            parts *= dist.get_world_size()
-            dist.all_gather_object(parts, self._own)
-        seen = [part for part in parts if part]
+        seen = [part for part in gather_objects(self._own) if part]
         names = [name for (name, _), *flags in zip(self._named, *seen, strict=True) if any(flags)]
         return _listed(names, len(self._named)) if names else ""
 

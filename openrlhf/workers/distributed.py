@@ -123,6 +123,15 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
+def gather_objects(own: Any) -> list[Any]:
+    """Every rank's value (pickled), in the order of ranks, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
 def raise_together(problem: str, what: str, cause: Exception | None = None) -> None:
     """Let every rank fail when one did, instead of waiting for it; all ranks call it.
 
@@ -136,9 +145,6 @@ def raise_together(problem: str, what: str, cause: Exception | None = None) -> N
     """
     if not any_rank(bool(problem)):
         return
-    told = [problem]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, problem)
+    told = gather_objects(problem)
     rank = next(rank for rank, text in enumerate(told) if text)
     raise DistributedError(f"{what} failed{f' on rank {rank}' if rank else ''}: {told[rank]}") from cause
