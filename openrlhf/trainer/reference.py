@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from openrlhf.datasets.sources import DataError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.logprobs import PolicyModel
 from openrlhf.trainer.sequences import Limits, Sequences, all_answer_logprobs
+from openrlhf.utils.files import atomic_file
 from openrlhf.utils.logging import get_logger
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
 from openrlhf.workers.checkpoint_writes import Writes
@@ -138,7 +138,6 @@ def _read(file: Path, key: str) -> dict[str, Tensor] | None:
 
 
 def _write(file: Path, key: str, result: dict[str, Tensor]) -> None:
-    scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"key": key, "logprobs": result}, scratch)
-    os.replace(scratch, file)
+    with atomic_file(file, "wb") as out:
+        torch.save({"key": key, "logprobs": result}, out)

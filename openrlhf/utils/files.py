@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, Literal
 
 # Files of an earlier save that a new one may not write again (other shard counts, other formats).
 _MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "adapter_*")
@@ -56,12 +56,12 @@ def publish_folder(source: str | Path, target: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | Path) -> Iterator[TextIO]:
-    """A text file to write: readers see the old content or all of the new, never a part."""
+def atomic_file(path: str | Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
+    """A file to write, text in UTF-8: readers see the old content or all of the new, never a part."""
     path = Path(path)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(scratch, "w", encoding="utf-8") as file:
+        with open(scratch, mode, encoding="utf-8" if mode == "w" else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,3 +184,17 @@ def test_the_reference_s_log_probs_are_kept_for_a_resume(tmp_path: Path) -> None
     assert _read(file, "other") is None and [path.name for path in file.parent.iterdir()] == [CACHE_FILE]
     found = _read(file, "key")
     assert found is not None and torch.equal(found["train"], logprobs["train"])
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each try would leave another file of the same size."""
+
+    def partly(saved: Any, file: Any) -> None:
+        with open(file, "wb") if isinstance(file, str | Path) else nullcontext(file) as out:
+            out.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", partly)
+    with pytest.raises(OSError, match="No space left"):
+        _write(tmp_path / CACHE_FILE, "key", {"train": torch.zeros(4)})
+    assert list(tmp_path.iterdir()) == []
