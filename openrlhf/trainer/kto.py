@@ -57,10 +57,17 @@ class MismatchedAnswers:
 
 @dataclass(frozen=True)
 class Reference:
-    """Log-probs of the reference model, float64: of the rows' own answers, and of mismatched ones."""
+    """What the reference model says of rows, float64.
+
+    Attributes:
+        own: log-probs of the rows' own answers; NaN for rows that the run doesn't reach.
+        mismatched: the rows' prompts with other answers; None for a single row.
+        mismatched_logprobs: of those, by position.
+    """
 
     own: Tensor
-    mismatched: Tensor
+    mismatched: MismatchedAnswers | None
+    mismatched_logprobs: Tensor
 
 
 class KTOTrainer(PreferenceTrainer):
@@ -80,16 +87,15 @@ class KTOTrainer(PreferenceTrainer):
     data: UnpairedDataset
     eval_data: UnpairedDataset
 
-    mismatched: MismatchedAnswers
     reference: Reference
-    eval_mismatched: MismatchedAnswers | None = None
-    eval_reference: Reference
+    eval_reference: Reference | None
     _kl = 0.0
 
     def row_losses(self, rows: list[int], batch: MicroBatch, outputs: Any, metrics: MetricSum) -> Tensor:
         """Loss of each answer."""
         cfg = self.cfg
         data, reference = (self.eval_data, self.eval_reference) if self.evaluating else (self.data, self.reference)
+        assert reference is not None
         logprobs = answer_logprobs(batch, outputs.logprobs)
         good = torch.from_numpy(data.labels[rows]).to(logprobs.device)
         result = kto_loss(
@@ -106,16 +112,19 @@ class KTOTrainer(PreferenceTrainer):
         metrics.add("reject_reward", result.rewards[~good].sum(), (~good).sum(), SEQUENCE)
         return result.per_answer
 
-    def _reference_point(self, mismatched: MismatchedAnswers, places: range, reference: Tensor) -> float:
-        expected = require_scored(reference[places.start : places.stop], len(places))
-        logprobs = all_answer_logprobs(self.backoff, self.world, mismatched, places, self.limits)
+    def _reference_point(self, reference: Reference, places: range) -> float:
+        """From the mismatched answers at some positions; 0 where there are none."""
+        if reference.mismatched is None:
+            return 0.0
+        expected = require_scored(reference.mismatched_logprobs[places.start : places.stop], len(places))
+        logprobs = all_answer_logprobs(self.backoff, self.world, reference.mismatched, places, self.limits)
         return kto_reference_point(logprobs, expected)
 
     def accumulate(self, rows: list[int]) -> MetricSum:
         """See the base class; the reference point comes first."""
         end = self.order.consumed
         self.engine.eval()  # LoRA dropout must not reach the estimate
-        self._kl = self._reference_point(self.mismatched, range(end - len(rows), end), self.reference.mismatched)
+        self._kl = self._reference_point(self.reference, range(end - len(rows), end))
         self.engine.train()
         metrics = super().accumulate(rows)
         metrics.add("kl", self._kl, 1.0, STEP)
@@ -123,17 +132,15 @@ class KTOTrainer(PreferenceTrainer):
 
     def evaluate(self) -> dict[str, float]:
         """``eval_loss`` with the reference point of the whole evaluation data, and both implicit rewards."""
-        self._kl = 0.0
-        if self.eval_mismatched is not None:
-            places = range(len(self.eval_data))
-            self._kl = self._reference_point(self.eval_mismatched, places, self.eval_reference.mismatched)
+        assert self.eval_reference is not None
+        self._kl = self._reference_point(self.eval_reference, range(len(self.eval_data)))
         return super().evaluate()
 
 
-def _prepare(
+def score_reference(
     cfg: KTOConfig, world: World, data: UnpairedDataset, eval_data: UnpairedDataset | None, steps: int
-) -> dict[str, Any]:
-    """What a :class:`KTOTrainer` needs beside the data: mismatched answers, and reference log-probs."""
+) -> tuple[Reference, Reference | None]:
+    """The reference model on the training rows that the run reaches, and on the evaluation rows."""
     run_rows = ResumableOrder(len(data), cfg.seed).take(steps * cfg.train_batch_size)
     used = np.unique(run_rows)
     limits = row_limits(cfg, KTOTrainer.sequences_per_row)
@@ -151,13 +158,10 @@ def _prepare(
     found = reference_logprobs(cfg, world, cfg.model_path, wanted)
     own = torch.full((len(data),), torch.nan, dtype=torch.float64)
     own[torch.from_numpy(used)] = found["own"]
-    nothing = own[:0]
-    return {
-        "mismatched": mismatched,
-        "reference": Reference(own, found["mismatched"]),
-        "eval_mismatched": eval_mismatched,
-        "eval_reference": Reference(found.get("eval own", nothing), found.get("eval mismatched", nothing)),
-    }
+    reference = Reference(own, mismatched, found["mismatched"])
+    if eval_data is None:
+        return reference, None
+    return reference, Reference(found["eval own"], eval_mismatched, found.get("eval mismatched", own[:0]))
 
 
 def train(cfg: KTOConfig, world: World) -> None:
@@ -166,9 +170,8 @@ def train(cfg: KTOConfig, world: World) -> None:
     data, eval_data = read_data(cfg, tokenizer, build_unpaired_dataset)
     steps = total_steps(cfg, len(data), world)
     # before the policy is there, so that the two are never in memory together
-    prepared = _prepare(cfg, world, data, eval_data, steps)
+    reference, eval_reference = score_reference(cfg, world, data, eval_data, steps)
     engine = train_engine(cfg, PolicyModel, load_causal_lm(cfg.model_path, cfg), steps)
     trainer = KTOTrainer(cfg, world, engine, tokenizer, data, eval_data, steps)
-    for name, value in prepared.items():
-        setattr(trainer, name, value)
+    trainer.reference, trainer.eval_reference = reference, eval_reference
     trainer.fit()
