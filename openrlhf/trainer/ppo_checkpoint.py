@@ -44,7 +44,7 @@ class PPOCheckpoints:
 
     def save_best(self, step: int, client_state: dict[str, Any]) -> None:
         """Write ``best_global_step<N>``."""
-        self._write(f"best_global_step{step}", {**client_state, **self.best_state()}, keep=None)
+        self._write(f"best_global_step{step}", client_state, keep=None)
 
     def best_state(self) -> dict[str, Any]:
         """What the client state of a checkpoint says about the best metric so far."""
