@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -66,7 +66,7 @@ class GroupCalls:
         """The groups that finish next; empty when none does within ``seconds``.
 
         Raises:
-            WorkerError: an engine failed or died, or a prompt's time is over; names the prompts that were not done.
+            WorkerError: an engine failed or died, or the time of prompts is over; names these.
         """
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=seconds)
         if done:  # all that are, so that none of them counts as late
@@ -76,19 +76,18 @@ class GroupCalls:
             index, _, _ = self._running.pop(call)
             self._load[index] -= 1
             groups.extend(PendingCall("run_group", {call: self._group.members[index]}).result(timeout=0.0))
-        if any(deadline < time.monotonic() for _, _, deadline in self._running.values()):
-            self._raise_late()
+        now = time.monotonic()
+        late = [(index, prompt.prompt_id) for index, prompt, deadline in self._running.values() if deadline < now]
+        if late:
+            prompts = sorted(prompt for _, prompt in late)
+            engines = [self._group.members[index] for index in sorted({index for index, _ in late})]
+            shown = ", ".join(map(str, prompts[:10])) + (" ..." if len(prompts) > 10 else "")
+            raise WorkerError(
+                f"{len(prompts)} prompts were not done {ANSWER_SECONDS:g} s after {self._timeout:g} s "
+                f"(--rollout_timeout) in {', '.join(engine.name for engine in engines)}; prompt ids {shown}. Is a "
+                f"reward or an agent stuck?\n{engines[0].log_excerpt()}"
+            )
         return groups
-
-    def _raise_late(self) -> NoReturn:
-        prompts = sorted(prompt.prompt_id for _, prompt, _ in self._running.values())
-        engines = sorted({self._group.members[index].name for index, _, _ in self._running.values()})
-        shown = ", ".join(map(str, prompts[:10])) + (" ..." if len(prompts) > 10 else "")
-        raise WorkerError(
-            f"{len(prompts)} prompts were not done {ANSWER_SECONDS:g} s after {self._timeout:g} s (--rollout_timeout) "
-            f"in {', '.join(engines)}; prompt ids {shown}. Is a reward or an agent stuck?\n"
-            + self._group.members[0].log_excerpt()
-        )
 
 
 class EnginePool:

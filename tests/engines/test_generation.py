@@ -96,6 +96,28 @@ def test_prompts_go_to_the_least_loaded_engine_and_have_a_deadline_each(
         calls.wait(1.0)
 
 
+def test_only_what_is_late_is_told_with_the_log_of_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(pool.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(pool.ray, "wait", lambda calls, num_returns, timeout: (done, []))
+    monkeypatch.setattr(pool.PendingCall, "result", lambda self, timeout: [])
+    calls = in_flight([Engine(), Engine()], tmp_path / "log", timeout=60.0)
+    for member in calls._group.members:
+        log = tmp_path / f"{member.name}.log"
+        log.write_text(f"the log of {member.name}\n")
+        object.__setattr__(member, "log_file", str(log))
+    for number in range(2):
+        calls.submit(PromptItem(number, number, "", [1]))
+    done: list[Any] = list(calls._running)[:1]
+    assert calls.wait(1.0) == []
+    done.clear()
+    clock[0] += 100
+    calls.submit(PromptItem(2, 2, "", [1]))  # to the first engine
+    clock[0] += pool.ANSWER_SECONDS
+    with pytest.raises(WorkerError, match=r"(?s)1 prompts .* in engine 1; prompt ids 1\..*the log of engine 1"):
+        calls.wait(1.0)
+
+
 def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
     flat = FlatLogprobs()
     for token, logprob in ((7, -0.5), (7, -0.25), (9, -2.0)):
