@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from openrlhf.cluster.group import Member, PendingCall, WorkerError, WorkerGroup
@@ -146,16 +147,12 @@ class EnginePool:
         self.group.call("wake", tags)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Reward counts (summed) and latencies (mean of the engines', or largest) since the last call.
+        """Reward counts (summed) and latencies (mean over all calls, or largest) since the last call.
 
         Also the host memory of the largest engine.
         """
-        parts = self.group.call("pop_metrics")
-        merged: dict[str, list[float]] = {}
-        for part in parts:
-            for name, value in part.items():
-                merged.setdefault(name, []).append(value)
-        return {name: _combine(name, values) for name, values in merged.items()}
+        parts: list[dict[str, float]] = self.group.call("pop_metrics")
+        return {name: _combine(name, [part for part in parts if name in part]) for part in parts for name in part}
 
     def compare_weights(self, folder: str) -> list[list[Comparison]]:
         """Each worker of each engine compares what it holds with the weights in a folder."""
@@ -166,10 +163,13 @@ class EnginePool:
         self.group.call("shutdown", timeout=timeout)
 
 
-def _combine(name: str, values: list[float]) -> float:
+def _combine(name: str, parts: list[dict[str, float]]) -> float:
+    values = [part[name] for part in parts]
     if name.endswith("_max"):
         return max(values)
-    return sum(values) / len(values) if name.endswith("_mean") else sum(values)
+    if name.endswith("_mean"):
+        return float(np.average(values, weights=[part["reward/calls"] for part in parts]))
+    return sum(values)
 
 
 def start_engines(cfg: PPOConfig, cluster: Cluster, *, device_type: str, transport: str, log_dir: str) -> EnginePool:

@@ -14,7 +14,7 @@ from vllm.outputs import CompletionOutput
 
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.engines import pool
-from openrlhf.engines.pool import GroupCalls
+from openrlhf.engines.pool import EnginePool, GroupCalls
 from openrlhf.engines.vllm_engine import UNSYNCED, VLLMEngine, _token_versions
 from openrlhf.rollout.group import PromptItem
 from openrlhf.rollout.protocol import SamplingParams
@@ -116,6 +116,17 @@ def test_only_what_is_late_is_told_with_the_log_of_its_engine(tmp_path: Path, mo
     clock[0] += pool.ANSWER_SECONDS
     with pytest.raises(WorkerError, match=r"(?s)1 prompts .* in engine 1; prompt ids 1\..*the log of engine 1"):
         calls.wait(1.0)
+
+
+def test_latencies_of_engines_are_a_mean_over_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [
+        {"reward/calls": 3.0, "reward/latency_mean": 1.0, "reward/latency_max": 2.0},
+        {"reward/calls": 1.0, "reward/latency_mean": 5.0, "reward/latency_max": 5.0},
+        {"reward/calls": 0.0},  # an engine that had nothing to do
+    ]
+    engines = EnginePool(WorkerGroup("engine", [], 1.0), 1)
+    monkeypatch.setattr(engines.group, "call", lambda method: parts)
+    assert engines.pop_metrics() == {"reward/calls": 4.0, "reward/latency_mean": 2.0, "reward/latency_max": 5.0}
 
 
 def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
