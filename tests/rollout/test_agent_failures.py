@@ -79,6 +79,8 @@ def test_outputs_that_break_the_contract_are_named(tmp_path: Path, body: str, wo
         (step("1"), "\"rewards\" = '1'; it must be one finite number"),
         (step(float("nan")), '"rewards" = nan'),
         (step(torch.ones(2)), '"rewards" = tensor'),
+        (step([torch.ones(2)]), r'"rewards" = \[tensor'),
+        (step([torch.ones(0)]), r'"rewards" = \[tensor\(\[\]\)\]; it must be one finite number'),
         ({**step(), "environment_feedback": 3}, '"environment_feedback" of type int; it must be text'),
     ],
 )

@@ -144,10 +144,9 @@ def as_number(value: Any) -> float | None:
     items = as_list(value)
     if len(items) != 1:
         return None
-    item = as_list(items[0])[0] if hasattr(items[0], "tolist") else items[0]
-    if isinstance(item, bool) or isinstance(item, (int, float)):
-        return float(item)
-    return None
+    if hasattr(items[0], "tolist"):
+        return as_number(items[0])
+    return float(items[0]) if isinstance(items[0], (int, float)) else None
 
 
 def finite_number(value: Any) -> float | None:
