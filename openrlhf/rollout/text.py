@@ -71,11 +71,8 @@ def reward_text(
     Args:
         eos_ids: ids that end a sequence.
     """
-    visible = list(response_ids)
-    for index, token in enumerate(visible):
-        if token in eos_ids:
-            visible = visible[: index + 1]
-            break
+    end = next((index + 1 for index, token in enumerate(response_ids) if token in eos_ids), None)
+    visible = list(response_ids[:end])
     pad = tokenizer.pad_token_id
     if pad is not None and pad not in eos_ids:
         visible = [token for token in visible if token != pad]
