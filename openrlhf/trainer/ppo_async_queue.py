@@ -94,8 +94,6 @@ class RolloutQueue:
         self._in_flight: dict[int, PromptItem] = {}
         # Of every group that is not trained on yet: the version when its prompt was started.
         self._started = {group.item.group_id: group_version(group) for group in buffer.groups}
-        # Groups by episode that are under way or finished, and not trained on yet.
-        self._outstanding = Counter(group.item.epoch for group in buffer.groups)
         self._version = 0
         self._training = False
         self._held = True
@@ -116,17 +114,21 @@ class RolloutQueue:
         (item,) = self._stream.take(1)
         self._in_flight[item.group_id] = item
         self._started[item.group_id] = self._version
-        self._outstanding[item.epoch] += 1
         return item
 
     def _may_start(self) -> bool:
         if self._held or len(self._in_flight) >= self._limits.in_flight or self._stream.remaining <= 0:
             return False
-        episode = self._stream.episode
+        episode, outstanding = self._stream.episode, self._outstanding()
         # A step that lacks prompts gets them whatever else there is: it would wait for ever.
-        if episode == min([episode, *self._outstanding]) and self._outstanding[episode] < self._limits.batch:
+        if episode == min([episode, *outstanding]) and outstanding[episode] < self._limits.batch:
             return self._steps_allowed() > 0
-        return self._steps(self._outstanding + Counter([episode])) <= self._steps_allowed()
+        return self._steps(outstanding + Counter([episode])) <= self._steps_allowed()
+
+    def _outstanding(self) -> Counter[int]:
+        """Groups by episode that are under way or finished, and not trained on yet."""
+        waiting = [group.item for group in self._buffer.groups]
+        return Counter(item.epoch for item in [*waiting, *self._in_flight.values()])
 
     @property
     def idle(self) -> bool:
@@ -159,7 +161,6 @@ class RolloutQueue:
             self._started[group.item.group_id] = started
             self._buffer.put(group)
             return
-        self._outstanding -= Counter([group.item.epoch])  # leaves no zeros
         if self._drops.reached:
             raise self._drops.error(self._tally.last_loss)
 
@@ -188,11 +189,12 @@ class RolloutQueue:
 
     def _next_step(self) -> tuple[int, int]:
         """Episode and number of groups of the next step."""
-        episodes = [*self._outstanding, *([self._stream.episode] if self._stream.remaining > 0 else [])]
+        outstanding = self._outstanding()
+        episodes = [*outstanding, *([self._stream.episode] if self._stream.remaining > 0 else [])]
         if not episodes:
             return 0, 0
         episode = min(episodes)
-        return episode, min(self._limits.batch, self._outstanding[episode] + self._stream.remaining_in(episode))
+        return episode, min(self._limits.batch, outstanding[episode] + self._stream.remaining_in(episode))
 
     def take(self) -> AsyncGroups:
         """The groups of the next step: the oldest of its episode; none when the data has run out.
@@ -205,7 +207,6 @@ class RolloutQueue:
         groups = self._buffer.take(wanted, lambda waiting, count: self._chosen(waiting, episode, count))
         for group in groups:
             del self._started[group.item.group_id]
-        self._outstanding -= Counter(group.item.epoch for group in groups)
         if not groups and self._tally.dropped and self._version == 0:
             raise self._tally.error("the data ran out")
         oldest = min((group_version(group) for group in groups), default=self._version)
@@ -245,7 +246,6 @@ class RolloutQueue:
         self._held = self._training = False
         stale = self._buffer.drop_stale(version, self._limits.queue_size)
         self._stale += len(stale)
-        self._outstanding -= Counter(group.item.epoch for group in stale)
         for group in stale:
             del self._started[group.item.group_id]
         self._stream.give_back(group.item.group_id for group in stale)
