@@ -103,7 +103,7 @@ class Episode:
         text: what they say.
         logprobs: 0 where the policy did not sample; None where nobody asked for them, or the engine gave none.
         ranges: start and end of each turn among the ids.
-        cut_tokens: how many of the first observation did not fit.
+        cut_tokens: how many of the environment's did not fit.
     """
 
     ids: list[int]
@@ -347,7 +347,11 @@ def _append_feedback(
             raise AgentError(f'{where}.step() returned "environment_feedback": {error}') from error
     end = min([max_length, *(i.offset for i in placed if i.offset + i.length > max_length)])
     episode.images += [image for image in placed if image.offset < end]
-    episode.append(ids[: end - len(episode.ids)])
+    kept = ids[: end - len(episode.ids)]
+    episode.append(kept)
+    if len(kept) < len(ids):
+        episode.cut_tokens += len(ids) - len(kept)
+        warn_of_cut(where.rpartition(": ")[2], "returned from step()")
 
 
 async def _sample_turn(episode: Episode, sampling_params: Any, llm_engine: Any) -> str:

@@ -68,3 +68,15 @@ def test_observations_of_reset_that_are_cut_are_counted(caplog: pytest.LogCaptur
         assert engine.prompts == [TOK.encode("3456789q")]
         assert sample.metadata["cut_observation_tokens"] == 3
     assert caplog.text.count("returned from reset() is beyond the limit") == 1
+
+
+def test_feedback_that_is_cut_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_cut.cache_clear()
+    for done in (True, False):
+        executor, _ = scripted(step(0.5, "x" * 6, done), step(done=True))
+        sample = one(executor, ScriptedEngine([[A, EOS]]), max_length=8)
+        assert sample.token_ids.tolist() == [*TOK.encode("q"), A, EOS, *TOK.encode("x" * 5)]
+        assert sample.metadata["cut_observation_tokens"] == 1 and sample.truncated != done
+    executor, _ = scripted(step(0.5, "x" * 5, done=True))
+    assert "cut_observation_tokens" not in one(executor, ScriptedEngine([[A, EOS]]), max_length=8).metadata
+    assert caplog.text.count("returned from step() is beyond the limit") == 1
