@@ -24,7 +24,6 @@ run train_ppo_ray \
   --label_key "$LABEL_KEY" \
   --remote_rm_url "$REWARD" \
   --actor_num_gpus_per_node 8 \
-  --vllm_num_engines 8 \
   --vllm_tensor_parallel_size 1 \
   --colocate_all_models \
   --vllm_enable_sleep \

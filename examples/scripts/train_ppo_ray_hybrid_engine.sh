@@ -24,7 +24,6 @@ run train_ppo_ray \
   --critic_num_gpus_per_node 8 \
   --ref_num_gpus_per_node 8 \
   --reward_num_gpus_per_node 8 \
-  --vllm_num_engines 4 \
   --vllm_tensor_parallel_size 2 \
   --colocate_all_models \
   --vllm_enable_sleep \

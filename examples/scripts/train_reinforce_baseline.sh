@@ -21,7 +21,6 @@ run train_ppo_ray \
   --remote_rm_url "$REWARD" \
   --actor_num_gpus_per_node 8 \
   --ref_num_gpus_per_node 8 \
-  --vllm_num_engines 8 \
   --vllm_tensor_parallel_size 1 \
   --colocate_all_models \
   --vllm_enable_sleep \

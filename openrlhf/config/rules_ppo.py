@@ -319,11 +319,14 @@ def _check_placement(cfg: PPOConfig) -> Iterator[Violation]:
         for role in guests:
             if role == "engine":
                 if gpus[role] != gpus[leader]:
+                    size, fix = cfg.vllm_tensor_parallel_size, "make the two equal"
+                    if gpus[leader] % size == 0:
+                        fix = f"use --vllm_num_engines {gpus[leader] // size}, or leave it out"
                     yield Violation(
                         flag,
-                        f"the policy has {gpus[leader]} GPUs, but {cfg.vllm_num_engines} engines x "
-                        f"{cfg.vllm_tensor_parallel_size} (vllm_tensor_parallel_size) are {gpus[role]}, and they share",
-                        "make the two equal",
+                        f"the policy has {gpus[leader]} GPUs, but {cfg.vllm_num_engines} engines x {size} "
+                        f"(vllm_tensor_parallel_size) are {gpus[role]}, and they share",
+                        fix,
                     )
             elif (mine := _size(cfg, role)) != (theirs := _size(cfg, leader)):
                 yield Violation(

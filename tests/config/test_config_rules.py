@@ -413,6 +413,9 @@ class TestPlacement:
         flags = "--colocate_all_models --vllm_num_engines 3 --vllm_tensor_parallel_size 2".split()
         found = violations(PPO, *flags)["colocate_all_models"]
         assert "8 GPUs" in found and "3 engines x 2" in found and "are 6" in found
+        assert "use --vllm_num_engines 4, or leave it out" in found
+        flags[-1] = "3"
+        assert "make the two equal" in violations(PPO, *flags)["colocate_all_models"]
 
     def test_number_of_engines_follows(self) -> None:
         result = parsed(PPO, "--colocate_all_models", "--vllm_tensor_parallel_size", "2")

@@ -46,6 +46,15 @@ def test_arguments_of_a_script_win_over_its_own(tmp_path: Path) -> None:
     assert line.split()[1] == "7"
 
 
+@pytest.mark.parametrize("name", sorted({*TRAINING} - {"train_sft.sh"}))
+def test_a_second_node_is_one_more_flag(name: str, tmp_path: Path) -> None:
+    """As docs/slurm_and_ray.md says."""
+    done = run_script(name, "--actor_num_nodes", "2", EXPLAIN="1", OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    ranks = 8 if name == "train_ppo_remote_reward.sh" else 16
+    assert f"actor {ranks}, " in done.stdout.splitlines()[-1]
+
+
 def test_a_wrong_flag_is_reported_by_the_script(tmp_path: Path) -> None:
     done = run_script("train_reinforce_baseline.sh", "--n_samples_per_prompt", "1", EXPLAIN="1", OUT=str(tmp_path))
     assert done.returncode == 2
