@@ -103,6 +103,11 @@ class PlacementPlan:
         """What one process of a group books inside its bundle."""
         return {key: value * group.share for key, value in self.device_resources().items()}
 
+    @property
+    def title(self) -> str:
+        """The number of devices, and that they are CPUs, where someone may have counted on GPUs."""
+        return f"{self.devices} devices" + ("" if self.device == "GPU" else "; Ray has found no GPU, all run on CPUs")
+
     def describe(self) -> str:
         """One line a group: who shares how many devices."""
         unit = "GPU" if self.device == "GPU" else f"CPU share ({CPU_SHARE:g} core)"

@@ -186,7 +186,7 @@ def start_system(cfg: PPOConfig, *, actor_steps: int, critic_steps: int, log_dir
 
     device = cluster_device()
     plan = plan_placement(cfg, device)
-    report(f"Placement ({plan.devices} devices):\n{plan.describe()}")
+    report(f"Placement ({plan.title}):\n{plan.describe()}")
     cluster = create_cluster(plan, left())
     transport = weight_transport(cfg, device)
     device_type = "cuda" if device == "GPU" else "cpu"

@@ -183,7 +183,10 @@ def test_a_plan_is_described_by_groups() -> None:
         "  4 x GPU: reward 4",
         "  4 x GPU: engine 2x2",
     ]
-    assert plan_placement(config(), "CPU").describe().startswith("  4 x CPU share (0.25 core): actor 4\n")
+    assert plan.title == f"{plan.devices} devices"
+    on_cpus = plan_placement(config(), "CPU")
+    assert on_cpus.describe().startswith("  4 x CPU share (0.25 core): actor 4\n")
+    assert on_cpus.title == "20 devices; Ray has found no GPU, all run on CPUs"
 
 
 def test_no_nodes_at_all() -> None:
