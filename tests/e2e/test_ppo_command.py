@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from documented_metrics import undocumented
 from ppo_helpers import (
     Command,
     abandoned_shared_memory,
@@ -89,6 +90,7 @@ def test_hybrid_engine_with_critic_and_reward_model_resumes_with_the_same_bits(
                      "critic_grad_norm", "response_length", "timing/step_total", "rollout/num_samples"):  # fmt: skip
             assert name in step, name
     assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"]
+    assert not undocumented(steps[0])
 
     # What was saved can be used by others.
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "a/model")
@@ -163,9 +165,11 @@ def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: 
         assert step["reward/failures"] == 0
         assert 0 <= step["sync/logprob_diff_max"] < 1  # in bf16 it is reported, not required
         assert step["logprobs_diff"] < 0.1  # sampling from 5 of 84 tokens: log(84 / 5) = 2.8
+        assert undocumented(step) == {"answered"}, "the server's own"
     evaluations = read_metrics(tmp_path / "ckpt/run", "eval")
     assert [e["step"] for e in evaluations] == [0, 2]
     assert evaluations[0]["eval_num_samples"] == 48
+    assert not undocumented(evaluations[0])
     assert {"eval_val_pass1", "eval_val_pass2", "eval_val_maj2", "eval_truncated_rate"} <= evaluations[0].keys()
     assert len(list(dump.glob("rollout_step_*.jsonl"))) == len(list(dump.glob("eval_step_*.jsonl"))) == 2
     assert list((tmp_path / "tb/run").glob("events*"))
@@ -258,6 +262,7 @@ def test_a_multi_turn_agent_trains(tmp_path: Path) -> None:
     assert [step["rollout/num_samples"] for step in steps] == [32, 32, 32, 28]
     assert 0 < max(step["rollout/staleness_max"] for step in steps) <= 2
     for step in steps:
+        assert undocumented(step) == {"turns"}, "the agent's own"
         assert step["rollout/stale_groups"] == 0
         assert step["is_ratio"] == pytest.approx(1, abs=0.2)
         assert step["turns"] == 2
