@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from documented_commands import DocumentedCommand, documented_commands, marked_blocks, pages
+from documented_commands import FENCE, DocumentedCommand, documented_commands, marked_blocks, pages
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from setuptools import find_packages
@@ -17,7 +17,7 @@ from setuptools import find_packages
 from openrlhf.config import COMMANDS, parse
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)]*))?\)")
 ORDER = (
     ("cli",),
     ("serve",),
@@ -104,9 +104,18 @@ def test_the_readmes_main_examples_are_complete() -> None:
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
+    for target, place in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name} links to {target}"
+            assert not place or place in anchors(path), f"{page.name} links to {target}#{place}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_imports_point_down() -> None:

@@ -164,8 +164,8 @@ class RolloutOptions(OptionGroup):
     )
     dynamic_filtering: bool = flag(
         False,
-        "train only on groups whose rewards differ and whose mean score lies inside a range, and draw new prompts for the "
-        "others",
+        "train only on groups whose rewards differ and whose mean score lies inside a range, and draw new prompts "
+        "for the others",
         "algo.dynamic_filtering_enable",
     )
     dynamic_filtering_reward_range: tuple[float, float] = flag(
