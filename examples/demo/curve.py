@@ -1,6 +1,6 @@
 """A reward curve from a run's metrics.jsonl: as text for the terminal, and as a PNG.
 
-Use: python examples/demo/curve.py METRICS.jsonl CURVE.png [METRIC]
+Use: python examples/demo/curve.py METRICS.jsonl CURVE.png [METRIC]     (default: reward; docs/metrics.md has all)
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -15,13 +16,15 @@ SMOOTHING = 5
 """Steps of the moving mean that is drawn over the single steps."""
 
 
-def read_metric(metrics_file: str | Path, name: str, kind: str = "train") -> tuple[list[int], list[float]]:
-    """Steps and values of a metric; lines without it are passed over."""
+def read_metric(metrics_file: str | Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric of the steps, or else of the evaluations; lines without it are passed over."""
     rows = [json.loads(line) for line in Path(metrics_file).read_text(encoding="utf-8").splitlines()]
-    points = [(row["step"], row[name]) for row in rows if row["kind"] == kind and row.get(name) is not None]
+    having = [row for row in rows if row.get(name) is not None]
+    points = [row for row in having if row["kind"] == "train"] or having
     if not points:
-        raise ValueError(f"{metrics_file} has no values of {name!r} of the kind {kind!r}")
-    return [step for step, _ in points], [value for _, value in points]
+        near = get_close_matches(name, {key for row in rows for key in row}, n=5)
+        raise ValueError(f"{metrics_file} has no values of {name!r}; it has {', '.join(near) or 'nothing like it'}")
+    return [row["step"] for row in points], [row[name] for row in points]
 
 
 def moving_mean(values: Sequence[float], width: int = SMOOTHING) -> list[float]:
@@ -72,6 +75,9 @@ if __name__ == "__main__":
     if len(sys.argv) not in (3, 4):
         sys.exit(__doc__)
     metric = sys.argv[3] if len(sys.argv) == 4 else "reward"
-    at, seen = read_metric(sys.argv[1], metric)
+    try:
+        at, seen = read_metric(sys.argv[1], metric)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     print(text_curve(seen))
     save_png(at, seen, sys.argv[2], metric)

@@ -5,6 +5,7 @@ Use: python examples/demo/three_seeds.py [SEED ...]     (default: 0 1 2)
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -14,7 +15,9 @@ LEAST_LIFT = 0.25
 
 
 def main() -> int:
-    seeds = [int(word) for word in sys.argv[1:]] or [0, 1, 2]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("seeds", nargs="*", type=int, default=[0, 1, 2], metavar="SEED", help="default: 0 1 2")
+    seeds = parser.parse_args().seeds
     results = {seed: run_demo(Path(f"runs/demo_seed{seed}"), seed) for seed in seeds}
     print("\nseed   before SFT   after SFT   after RL     lift")
     lifts = []

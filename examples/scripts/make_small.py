@@ -12,7 +12,7 @@ from task import CHARACTERS, write_data  # noqa: E402
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     if (folder / "data" / "held_out.jsonl").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_the_reward_is_for_the_exact_number(response: str, reward: float) -> Non
 
 def test_the_curve_reads_what_a_run_writes(tmp_path: Path) -> None:
     lines = [{"kind": "train", "step": step, "reward": step / 10} for step in range(1, 11)]
-    lines.insert(4, {"kind": "eval", "step": 4, "reward": 9.0})
+    lines.insert(4, {"kind": "eval", "step": 4, "reward": 9.0, "eval_sums_pass1": 0.5})
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps, values = curve.read_metric(path, "reward")
@@ -75,8 +76,25 @@ def test_the_curve_reads_what_a_run_writes(tmp_path: Path) -> None:
     assert curve.moving_mean([1.0, 2.0, 6.0], width=2) == [1.0, 1.5, 4.0]
     curve.save_png(steps, values, tmp_path / "curve.png", "reward")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no values of 'nothing'"):
+    assert curve.read_metric(path, "eval_sums_pass1") == ([4], [0.5])
+    with pytest.raises(ValueError, match="no values of 'nothing'; it has nothing like it"):
         curve.read_metric(path, "nothing")
+    shown = subprocess.run(
+        [sys.executable, str(DEMO / "curve.py"), str(path), str(tmp_path / "c.png"), "rewrd"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (shown.returncode, shown.stderr) == (1, f"error: {path} has no values of 'rewrd'; it has reward\n")
+
+
+@pytest.mark.parametrize("script", ["demo/three_seeds.py", "demo/run.py", "scripts/make_small.py", "demo/curve.py"])
+def test_a_call_for_help_makes_nothing(script: str, tmp_path: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, str(DEMO.parent / script), "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert Path(script).name in shown.stdout + shown.stderr and "Traceback" not in shown.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_text_curve_rises_with_the_values() -> None:
