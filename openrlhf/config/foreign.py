@@ -120,7 +120,7 @@ _SLIME = {
     "optimizer": "--optim {}",
     "wandb_key": "--use_wandb {}",
     "wandb_team": "--wandb_org {}",
-    "rm_type": "--remote_rm_url with a .py file that defines reward_func",
+    "rm_type": "--remote_rm_url with a .py file that defines reward_func, or builtin:math or builtin:exact_match",
     "rm_url": "--remote_rm_url {}",
     "rollout_max_response_len": "--max_new_tokens {}",
     "rollout_max_prompt_len": "--prompt_max_len {}",

@@ -63,8 +63,8 @@ def _check_rewards(cfg: PPOConfig) -> Iterator[Violation]:
     flags = ("remote_rm_url", "agent_func_path", "reward_pretrain", "custom_rm_path")
     sources = [f for f in flags if getattr(cfg, f)]
     choices = (
-        "--remote_rm_url with URLs or a .py file, --agent_func_path with a .py file, --custom_rm_path with a function, "
-        "or --reward_pretrain with a reward model"
+        "--remote_rm_url with URLs, a .py file or builtin:math, --agent_func_path with a .py file, --custom_rm_path "
+        "with a function, or --reward_pretrain with a reward model"
     )
     # A generate function may give the rewards itself.
     if not sources and not cfg.custom_generate_function_path:
