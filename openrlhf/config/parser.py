@@ -14,7 +14,7 @@ from openrlhf.config.help import format_help
 from openrlhf.config.normalize import normalize
 from openrlhf.config.problems import ConfigError, Violation, format_violations
 from openrlhf.config.rules import validate
-from openrlhf.config.sources import Assignment, Written, assign_key, flatten, read_command_line
+from openrlhf.config.sources import CONFIG, Reader, flatten
 
 DEFAULT = "default"
 
@@ -51,11 +51,12 @@ def parse_cli(command: str, argv: Sequence[str] | None = None) -> Any:
     Raises:
         SystemExit: 0 after ``--help``; 2 after printing everything that is wrong.
     """
-    written = read_command_line(COMMANDS[command].config, command, sys.argv[1:] if argv is None else argv)
-    if written.help:
+    reader = Reader(command)
+    reader.read_command_line(sys.argv[1:] if argv is None else argv)
+    if reader.help:
         print(format_help(command))
         raise SystemExit(0)
-    parsed = _finish(command, written)
+    parsed = _finish(reader)
     if os.environ.get("RANK", "0") == "0":
         for note in parsed.notes:
             print(f"{command}: note: {note}", file=sys.stderr)
@@ -68,7 +69,9 @@ def parse_cli(command: str, argv: Sequence[str] | None = None) -> Any:
 
 def parse(command: str, argv: Sequence[str]) -> Parsed:
     """As `parse_cli`, but without printing or exiting."""
-    return _finish(command, read_command_line(COMMANDS[command].config, command, argv))
+    reader = Reader(command)
+    reader.read_command_line(argv)
+    return _finish(reader)
 
 
 def build(command: str, **values: Any) -> Any:
@@ -92,14 +95,12 @@ def from_mapping(command: str, values: Mapping[str, Any], origin: str = "given",
     Raises:
         ConfigError: with everything that is wrong.
     """
-    config_class = COMMANDS[command].config
-    specs = flag_specs(config_class)
-    written = Written([], [], [])
+    reader = Reader(command)
     for key, value in flatten(values):
-        is_default = key in specs and value == _plain(specs[key].default)
+        is_default = key in reader.specs and value == _plain(reader.specs[key].default)
         if not (skip_defaults and is_default):
-            assign_key(config_class, key, value, origin, written)
-    parsed = _finish(command, written)
+            reader.assign(key, value, origin)
+    parsed = _finish(reader)
     if parsed.violations:
         raise ConfigError(command, parsed.violations)
     return parsed.config
@@ -135,39 +136,33 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _finish(command: str, written: Written) -> Parsed:
-    config_class = COMMANDS[command].config
-    specs = flag_specs(config_class)
-    origins = dict.fromkeys(specs, DEFAULT)
+def _finish(reader: Reader) -> Parsed:
+    origins = dict.fromkeys(reader.specs, DEFAULT)
     values: dict[str, Any] = {}
-    for assignment in written.assignments:
+    for assignment in reader.assignments:
         values[assignment.flag] = assignment.value
         origins[assignment.flag] = assignment.origin
     explicit = frozenset(values)
-    config = config_class(**values | _critic_values_untouched(config_class, written.assignments, values))
-    config, changes = normalize(command, config, explicit)
+    config = reader.config_class(**values | _critic_values_untouched(reader, values))
+    config, changes = normalize(reader.command, config, explicit)
     for change in changes:
         if change.flag is not None:
             origins[change.flag] = f"automatic: {change.reason}" if change.reason else DEFAULT
-    notes = [*written.notes, *(change.note for change in changes if change.note)]
-    violations = [violation for violation in written.violations if violation.alone]
-    if violations:
-        return Parsed(command, config, origins, notes, violations)
-    violations = list(written.violations)
-    # A flag that couldn't be read still has its default: what follows from that is no news.
-    reported = {violation.flag for violation in violations}
-    found = validate(config, explicit, world_size_from_environment())
-    violations.extend(violation for violation in found if violation.flag not in reported)
-    return Parsed(command, config, origins, notes, violations)
+    notes = [*reader.notes, *(change.note for change in changes if change.note)]
+    # Without a file that was asked for, everything else may be a mere consequence.
+    violations = [violation for violation in reader.violations if violation.flag == CONFIG]
+    if not violations:
+        # A flag that couldn't be read still has its default: what follows from that is no news.
+        reported = {violation.flag for violation in reader.violations}
+        found = validate(config, explicit, world_size_from_environment())
+        violations = [*reader.violations, *(violation for violation in found if violation.flag not in reported)]
+    return Parsed(reader.command, config, origins, notes, violations)
 
 
-def _critic_values_untouched(
-    config_class: type, assignments: list[Assignment], values: Mapping[str, Any]
-) -> dict[str, Any]:
+def _critic_values_untouched(reader: Reader, values: Mapping[str, Any]) -> dict[str, Any]:
     """``--actor.max_norm`` speaks of the actor only, ``--max_norm`` of both: what is left for the critic."""
-    specs = flag_specs(config_class)
-    left = {a.flag: specs[a.flag].default for a in assignments if a.actor_only}
-    for assignment in assignments:
+    left = {a.flag: reader.specs[a.flag].default for a in reader.assignments if a.actor_only}
+    for assignment in reader.assignments:
         if not assignment.actor_only and assignment.flag in left:
             left[assignment.flag] = assignment.value
     return {f"critic_{flag}": value for flag, value in left.items() if f"critic_{flag}" not in values}

@@ -19,13 +19,11 @@ class Violation:
         flag: canonical name of the flag concerned (or the text that was written, if it is no flag).
         problem: what is wrong.
         fix: what to do about it.
-        alone: whether other findings may be mere consequences, and so are not told.
     """
 
     flag: str
     problem: str
     fix: str
-    alone: bool = False
 
 
 def not_there(flag: str, what: str) -> Violation:
