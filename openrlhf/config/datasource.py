@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +96,18 @@ def split_parts(text: str) -> re.Match[str]:
     if parts is None:
         raise FlagValueError(f"{text!r} is no split and no slice of one", "write train, train[:5%] or train[100:200]")
     return parts
+
+
+def check_split(text: str, sources: Sequence[Source]) -> None:
+    """Refuse what is no split, or one that a file among the sources can't have.
+
+    Raises:
+        FlagValueError: tells which.
+    """
+    name = split_parts(text)["name"]
+    file = next((source.path for source in sources if source.is_file), None)
+    if file is not None and name != "train":
+        raise FlagValueError(f"{name!r} isn't in {file}: a single file has only the split train", "use train")
 
 
 def parse_probabilities(text: str, count: int) -> list[float]:

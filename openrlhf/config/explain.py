@@ -15,7 +15,7 @@ from openrlhf.config.flag import flag_specs
 from openrlhf.config.help import specs_by_group
 from openrlhf.config.parser import DEFAULT, Parsed, parse, world_size_from_environment
 from openrlhf.config.problems import format_violations
-from openrlhf.config.sources import COMMAND_KEY, read_yaml
+from openrlhf.config.sources import COMMAND_KEY, Reader, read_yaml
 from openrlhf.config.values import show_value
 
 MASK = "***"
@@ -65,7 +65,7 @@ def _misused(problem: str, command: str = "") -> int:
     return 2
 
 
-def format_explanation(parsed: Parsed, num_rows: int | None = None) -> str:
+def format_explanation(parsed: Parsed, num_rows: int | None) -> str:
     """Every value with its origin by concern, then notes, then the arithmetic (if the values are valid)."""
     lines = [f"openrlhf {parsed.command}"]
     for title, specs in specs_by_group(parsed.command).items():
@@ -81,7 +81,7 @@ def format_explanation(parsed: Parsed, num_rows: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def describe_run(cfg: TrainerOptions, num_rows: int | None = None) -> list[str]:
+def describe_run(cfg: TrainerOptions, num_rows: int | None) -> list[str]:
     """The arithmetic of a run in sentences; rows that aren't given are counted where that is cheap."""
     rows = num_rows if num_rows is not None else count_rows(cfg)
     derived = derive(cfg, rows, world_size_from_environment())
@@ -198,12 +198,13 @@ def _diff(first: str, second: str, *flags: str) -> int:
         )
         return 2
     command = commands.pop()
-    left, right = (parse(command, ["--config", path]) for path in (first, second))
-    for parsed in (left, right):
-        mistakes = [v for v in parsed.violations if v.problem.startswith(("is no flag", "is a name", "could be"))]
-        if mistakes:
-            print(format_violations(command, mistakes), file=sys.stderr)
+    for path in (first, second):
+        reader = Reader(command)
+        reader.read_command_line(["--config", path])
+        if reader.violations:
+            print(format_violations(command, reader.violations), file=sys.stderr)
             return 2
+    left, right = (parse(command, ["--config", path]) for path in (first, second))
     names = [name for name in flag_specs(COMMANDS[command].config) if _differ(left, right, name)]
     for name in sorted(names):
         print(f"{name}: {shown(left.config, name)} -> {shown(right.config, name)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-def fitting_sizes(heads: int, key_value_heads: int, shared: bool = True) -> list[int]:
+def fitting_sizes(heads: int, key_value_heads: int, shared: bool) -> list[int]:
     """Numbers of ranks that can share the heads equally, 1 included.
 
     Each rank needs as many query heads as the others, and the key-value heads that belong to them: either its own, or

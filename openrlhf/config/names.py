@@ -110,8 +110,8 @@ def resolve(config_class: type, name: str, prefixes: bool = True) -> Target:
     raise UnknownName(name, close_names(config_class, name), ambiguous=False)
 
 
-def close_names(config_class: type, name: str, count: int = 3) -> list[str]:
-    """The flags whose spellings look most like `name`, best first."""
+def close_names(config_class: type, name: str) -> list[str]:
+    """Up to three flags whose spellings look most like `name`, best first."""
     table = name_table(config_class)
     key = underscored(name)
     scores: dict[str, float] = {}
@@ -122,4 +122,4 @@ def close_names(config_class: type, name: str, count: int = 3) -> list[str]:
         likeness = max(likeness, 0.9 * len(shared) / max(len(words), len(spelling.split("_"))))
         scores[target.flag] = max(scores.get(target.flag, 0.0), likeness)
     best = sorted(scores, key=lambda flag: (-scores[flag], flag))
-    return [flag for flag in best[:count] if scores[flag] >= 0.6]
+    return [flag for flag in best[:3] if scores[flag] >= 0.6]

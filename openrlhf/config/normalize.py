@@ -75,7 +75,7 @@ class _Changer:
         self.changes.append(Change(None, "", text))
 
 
-def normalize(command: str, config: Any, explicit: frozenset[str] = frozenset()) -> tuple[Any, list[Change]]:
+def normalize(command: str, config: Any, explicit: frozenset[str]) -> tuple[Any, list[Change]]:
     """Complete a configuration and apply the automatic changes.
 
     Args:

@@ -20,21 +20,14 @@ from openrlhf.config.commands import (
     SupervisedOptions,
     TrainerOptions,
 )
-from openrlhf.config.datasource import (
-    Source,
-    check_source,
-    looks_local,
-    parse_probabilities,
-    parse_sources,
-    split_parts,
-)
+from openrlhf.config.datasource import check_source, check_split, looks_local, parse_probabilities, parse_sources
 from openrlhf.config.derive import data_copies
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.heads import describe_heads, fitting_sizes, heads_of_folder
 from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
-from openrlhf.config.problems import FlagValueError, Violation, not_there, refused
+from openrlhf.config.problems import Violation, not_there, refused
 from openrlhf.config.rules_ppo import check_division, check_ppo, check_reward_sources, nearest_multiples
 from openrlhf.config.values import show_value
 
@@ -45,7 +38,7 @@ BATCH_FLAGS = {"train_batch_size", "micro_train_batch_size", "ring_attn_size", "
 TRAINING_MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain")
 
 
-def validate(cfg: Any, explicit: frozenset[str] = frozenset(), world_size: int = 1) -> list[Violation]:
+def validate(cfg: Any, explicit: frozenset[str], world_size: int) -> list[Violation]:
     """All rules that a (normalized) configuration breaks.
 
     Args:
@@ -296,21 +289,9 @@ def _check_data(cfg: Any) -> Iterator[Violation]:
         for source in sources:
             yield from refused(flag, check_source, source)
         if split is not None:
-            yield from _check_split(split_flag, split, sources)
+            yield from refused(split_flag, check_split, split, sources)
         if sources and probs:
             yield from refused(probs_flag, parse_probabilities, probs, len(sources))
-
-
-def _check_split(flag: str, split: str, sources: list[Source]) -> Iterator[Violation]:
-    try:
-        name = split_parts(split)["name"]
-    except FlagValueError as error:
-        yield Violation(flag, error.problem, error.fix)
-        return
-    file = next((source.path for source in sources if source.is_file), None)
-    if file is not None and name != "train":
-        problem = f"{name!r} isn't in {file}: a single file has only the split train"
-        yield Violation(flag, problem, f"use --{flag} train")
 
 
 def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:

@@ -41,7 +41,7 @@ NEEDED = {
 HOOKS = ("custom_generate_function_path", "custom_rm_path", "dynamic_sampling_filter_path", "buffer_filter_path")
 
 
-def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str] = ()) -> Iterator[Violation]:
+def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]) -> Iterator[Violation]:
     """Check all rules; `broken` are the flags already known to be wrong."""
     yield from _check_rewards(cfg)
     yield from _check_files(cfg)

@@ -119,10 +119,10 @@ def sequence_ranks(size: int, config: PretrainedConfig) -> SequenceRanks:
 def _check_model(config: PretrainedConfig, size: int) -> None:
     text = config.get_text_config()
     heads = heads_of(text)
-    if size not in fitting_sizes(*heads):
+    if size not in fitting_sizes(*heads, shared=True):
         raise PackingError(
             f"--ring_attn_size {size}: the model ({config.model_type}) {describe_heads(*heads, size)}; "
-            f"use one of {', '.join(map(str, fitting_sizes(*heads)))}"
+            f"use one of {', '.join(map(str, fitting_sizes(*heads, shared=True)))}"
         )
     if config._attn_implementation != PACKED_ATTENTION:
         raise PackingError(

@@ -90,9 +90,8 @@ def hooks_check(cfg: PPOConfig) -> Report:
     failures = [failure.message for group in groups for failure in group.failures]
     failures += [f"--buffer_filter_path: {select.last_error}"] if select is not None and select.failures else []
     without = cfg.custom_generate_function_path and not (cfg.custom_rm_path or cfg.remote_rm_url or cfg.reward_pretrain)
-    failures += (
-        [f"{len(samples) - rewards.size} samples have no reward"] if without and rewards.size < len(samples) else []
-    )
+    if without and rewards.size < len(samples):
+        failures.append(f"{len(samples) - rewards.size} samples have no reward")
     lines.append(f"failures  {len(failures)}")
     lines += [f"  {message}" for message in list(dict.fromkeys(failures))[:_SHOWN_FAILURES]]
     return Report("\n".join(lines), len(failures))

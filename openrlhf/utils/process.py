@@ -49,16 +49,16 @@ def unlink_shared_resources() -> None:
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
-def tail(path: str | Path, lines: int = 25, max_bytes: int = 64 * 1024) -> str:
-    """The last lines of a text file; an explanation in brackets when it can't be read."""
+def tail(path: str | Path) -> str:
+    """The last 25 lines of a text file; an explanation in brackets when it can't be read."""
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - max_bytes))
+            file.seek(max(0, file.tell() - 64 * 1024))
             text = file.read().decode("utf-8", errors="replace")
     except OSError as error:
         return f"({path}: {error.strerror})"
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join(text.splitlines()[-25:])
 
 
 def resident_bytes(children: bool = False) -> int:
