@@ -133,7 +133,7 @@ def build_preference_dataset(
     check_preference_columns(rows, style, source)
     table, dropped = tokenize_rows(
         rows,
-        lambda row, index: _columns(tokenize_pair(row, index, style, tokenizer, source)),
+        lambda row, where: _columns(tokenize_pair(row, where, style, tokenizer)),
         _FEATURES,
         style=style,
         tokenizer=tokenizer,
@@ -159,23 +159,22 @@ def check_preference_columns(rows: Dataset, style: PreferenceFormat, source: str
 
 
 def tokenize_pair(
-    row: dict[str, Any],
-    index: int,
-    style: PreferenceFormat,
-    tokenizer: PreTrainedTokenizerBase,
-    source: str = "the data",
+    row: dict[str, Any], where: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase
 ) -> TokenizedPair:
     """One row as ids and masks of both halves.
+
+    Args:
+        where: the row, for messages.
 
     Raises:
         DataError: the row is null or malformed.
     """
-    where = f"{source}, row {index}"
     texts.require_values(row, (style.prompt_key, style.chosen_key, style.rejected_key), where)
     margin = _margin(row, where) if style.margin else 0.0
     # the length limit comes last: it must not decide which reason is told
-    chosen = _half(row, index, style.chosen_key, style, tokenizer, source)
-    rejected = _half(row, index, style.rejected_key, style, tokenizer, source)
+    chosen, rejected = (
+        _half(row, column, style, tokenizer, where) for column in (style.chosen_key, style.rejected_key)
+    )
     for column, half in ((style.chosen_key, chosen), (style.rejected_key, rejected)):
         if half.dropped:
             return _unusable(f"{half.dropped} ({column})" if half.dropped == EMPTY_RESPONSE else half.dropped)
@@ -218,15 +217,9 @@ def _cut(half: Tokenized, style: PreferenceFormat, tokenizer: PreTrainedTokenize
 
 
 def _half(
-    row: dict[str, Any],
-    index: int,
-    column: str,
-    style: PreferenceFormat,
-    tokenizer: PreTrainedTokenizerBase,
-    source: str,
+    row: dict[str, Any], column: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> Tokenized:
     """One half without a length limit (reward models: without the end token)."""
-    where = f"{source}, row {index}"
     if style.apply_chat_template:
         return _chat_half(row, column, style, tokenizer, where)
     answer = texts.plain_text(row[column], where, column).rstrip("\n")
@@ -237,7 +230,7 @@ def _half(
         head = texts.apply_template(style.input_template, prompt) if style.prompt_key is not None else ""
         return _whole(head + answer, style, tokenizer)
     layout = SFTFormat(style.prompt_key, column, style.input_template, apply_chat_template=False, max_len=1 << 40)
-    return tokenize_sft_row(row, index, layout, tokenizer, source)
+    return tokenize_sft_row(row, where, layout, tokenizer)
 
 
 def _whole(text: str, style: PreferenceFormat, tokenizer: PreTrainedTokenizerBase) -> Tokenized:

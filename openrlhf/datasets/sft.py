@@ -149,7 +149,7 @@ class LazySFTDataset:
         return len(self._rows)
 
     def _tokenize(self, row: int) -> Tokenized:
-        return tokenize_sft_row(self._rows[row], row, self._style, self._tokenizer, self._source)
+        return tokenize_sft_row(self._rows[row], f"{self._source}, row {row}", self._style, self._tokenizer)
 
     def take(self, order: ResumableOrder, count: int) -> list[int]:
         """The next rows to train on; those that can't be are skipped and counted."""
@@ -200,9 +200,9 @@ def build_sft_dataset(
     style = SFTFormat.from_config(cfg)
     check_sft_columns(rows, style, source)
 
-    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
+    def tokenize(row: dict[str, Any], where: str) -> dict[str, Any]:
         # not asdict, which copies lists one element after another and takes longer than the tokenizer
-        return vars(tokenize_sft_row(row, index, style, tokenizer, source))
+        return vars(tokenize_sft_row(row, where, style, tokenizer))
 
     table, dropped = tokenize_rows(
         rows, tokenize, FEATURES, style=style, tokenizer=tokenizer, num_proc=cfg.dataloader_num_workers, source=source
@@ -233,14 +233,16 @@ def _refuse_nulls(rows: Dataset, source: str) -> None:
 
 
 def tokenize_sft_row(
-    row: dict[str, Any], index: int, style: SFTFormat, tokenizer: PreTrainedTokenizerBase, source: str = "the data"
+    row: dict[str, Any], where: str, style: SFTFormat, tokenizer: PreTrainedTokenizerBase
 ) -> Tokenized:
     """One row as ids and mask.
+
+    Args:
+        where: the row, for messages.
 
     Raises:
         DataError: the row is null or malformed.
     """
-    where = f"{source}, row {index}"
     texts.require_values(row, style.columns, where)
     if style.pretrain_mode:
         ids = first_ids(tokenizer, texts.plain_text(row[style.input_key], where, style.input_key))

@@ -29,7 +29,7 @@ _IN_MEMORY_ROWS = 20_000
 
 def tokenize_rows(
     rows: Dataset,
-    tokenize: Callable[[dict[str, Any], int], dict[str, Any]],
+    tokenize: Callable[[dict[str, Any], str], dict[str, Any]],
     features: Features,
     *,
     style: Any,
@@ -40,8 +40,8 @@ def tokenize_rows(
     """The usable rows as ids.
 
     Args:
-        tokenize: a row and its number to the columns of ``features``; the column ``dropped`` is the reason why
-            the row can't be used, or empty.
+        tokenize: a row and its place, for messages, to the columns of ``features``; the column ``dropped`` is the
+            reason why the row can't be used, or empty.
         style: everything beside rows and tokenizer that the result depends on; its ``repr`` names a cached result.
         num_proc: further processes that work; 0 = none.
 
@@ -56,7 +56,7 @@ def tokenize_rows(
     # By itself the library writes beside the data, which may be a folder that is only read.
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "openrlhf_tokens" / f"{fingerprint}.arrow"
     table = rows.map(
-        tokenize,
+        lambda row, index: tokenize(row, f"{source}, row {index}"),
         with_indices=True,
         remove_columns=rows.column_names,
         features=features,

@@ -43,9 +43,9 @@ def build_unpaired_dataset(
     style = SFTFormat.from_config(cfg)
     require_columns(rows, {flag: getattr(cfg, flag) for flag in ("input_key", "output_key", "label_key")}, source)
 
-    def tokenize(row: dict[str, Any], index: int) -> dict[str, Any]:
-        done = tokenize_sft_row(row, index, style, tokenizer, source)
-        label = _label(row[cfg.label_key], f"{source}, row {index}", cfg.label_key)
+    def tokenize(row: dict[str, Any], where: str) -> dict[str, Any]:
+        done = tokenize_sft_row(row, where, style, tokenizer)
+        label = _label(row[cfg.label_key], where, cfg.label_key)
         lengths = {"length": len(done.token_ids), "answer_length": sum(done.loss_mask)}
         return {**vars(done), **lengths, "label": label}
 

@@ -46,7 +46,7 @@ def trained(kind: str) -> PreTrainedTokenizerFast:
 
 
 def sft(row: dict[str, Any], tokenizer: Any, **changes: Any) -> Tokenized:
-    return tokenize_sft_row(row, 0, SFTFormat.from_config(SFTConfig(**{"max_len": 9999, **changes})), tokenizer)
+    return tokenize_sft_row(row, "row 0", SFTFormat.from_config(SFTConfig(**{"max_len": 9999, **changes})), tokenizer)
 
 
 def learnt(row: Tokenized, tokenizer: Any) -> list[str]:
@@ -119,7 +119,7 @@ def test_pairs_behind_a_prompt_that_ends_in_a_blank(fast: bool, monkeypatch: pyt
     )
     talks = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": word}] for word in ("yes", "no")]
     style = PreferenceFormat.from_config(DPOConfig(apply_chat_template=True, max_len=99))
-    pair = tokenize_pair(dict(zip(("chosen", "rejected"), talks, strict=True)), 0, style, tokenizer)
+    pair = tokenize_pair(dict(zip(("chosen", "rejected"), talks, strict=True)), "row 0", style, tokenizer)
     assert pair.dropped == ""
     halves = [(pair.chosen_ids, pair.chosen_mask), (pair.rejected_ids, pair.rejected_mask)]
     found = [learnt(Tokenized(ids, mask), tokenizer) for ids, mask in halves]

@@ -101,7 +101,7 @@ def test_sft(name: str) -> None:
     tokenizer = tokenizer_of(family)
 
     def texts(**changes: Any) -> tuple[str, str]:
-        row = tokenize_sft_row({"talk": talk}, 0, style(**changes), tokenizer)
+        row = tokenize_sft_row({"talk": talk}, "row 0", style(**changes), tokenizer)
         learnt = [token for token, on in zip(row.token_ids, row.loss_mask, strict=True) if on]
         assert row.token_ids == tokenizer(tokenizer.decode(row.token_ids), add_special_tokens=False)["input_ids"]
         return tokenizer.decode(row.token_ids), tokenizer.decode(learnt)
@@ -130,7 +130,7 @@ def test_pairs_have_the_answers_behind_the_same_head(name: str) -> None:
     tokenizer = tokenizer_of(family)
     cfg = DPOConfig(prompt_key="talk", chosen_key="good", rejected_key="bad", apply_chat_template=True, max_len=999)
     row = {"talk": talk[:-1], "good": talk[-1:], "bad": [{"role": "assistant", "content": "c"}]}
-    pair = tokenize_pair(row, 0, PreferenceFormat.from_config(cfg), tokenizer)
+    pair = tokenize_pair(row, "row 0", PreferenceFormat.from_config(cfg), tokenizer)
     for ids, mask, answer in (
         (pair.chosen_ids, pair.chosen_mask, last),
         (pair.rejected_ids, pair.rejected_mask, last.replace("b", "c", 1)),
@@ -141,7 +141,7 @@ def test_pairs_have_the_answers_behind_the_same_head(name: str) -> None:
 
 def test_a_refusal_of_the_template_names_the_row() -> None:
     with pytest.raises(DataError, match="row 4: the chat template refuses the messages: System role not supported"):
-        tokenize_sft_row({"talk": TALK}, 4, style(), tokenizer_of(families.GEMMA))
+        tokenize_sft_row({"talk": TALK}, "row 4", style(), tokenizer_of(families.GEMMA))
 
 
 def parts(*said: str) -> list[dict[str, str]]:
@@ -161,14 +161,16 @@ def test_parts_of_texts_are_read_as_their_text(name: str) -> None:
     split = [{"role": m["role"], "content": parts(m["content"], "!")} for m in talk]
     joined = [{"role": m["role"], "content": m["content"] + "!"} for m in talk]
     for how in (style(), style(multiturn=True)):
-        assert tokenize_sft_row({"talk": split}, 0, how, tokenizer) == tokenize_sft_row(
-            {"talk": joined}, 0, how, tokenizer
+        assert tokenize_sft_row({"talk": split}, "row 0", how, tokenizer) == tokenize_sft_row(
+            {"talk": joined}, "row 0", how, tokenizer
         )
     picture = [{"role": "user", "content": [{"type": "image"}, *parts("q")]}, talk[-1]]
     with pytest.raises(DataError, match="row 3: the chat template takes texts only.*'image'"):
-        tokenize_sft_row({"talk": picture}, 3, style(), tokenizer)
+        tokenize_sft_row({"talk": picture}, "row 3", style(), tokenizer)
     tokenizer.chat_template = TAKES_PARTS  # keeps them
-    row = tokenize_sft_row({"talk": [{**m, "content": parts("a", "b")} for m in talk[-2:]]}, 0, style(), tokenizer)
+    row = tokenize_sft_row(
+        {"talk": [{**m, "content": parts("a", "b")} for m in talk[-2:]]}, "row 0", style(), tokenizer
+    )
     assert tokenizer.decode(row.token_ids) == f"[user]<a><b>{family.eos}[assistant]<a><b>{family.eos}"
 
 
@@ -190,11 +192,11 @@ def test_answers_that_the_template_leaves_out(answer: dict[str, Any], changes: d
     tokenizer = tokenizer_of(family._replace(template=template or family.template))
     talk = [TALK[1], {"role": "assistant", **answer}]
     with pytest.raises(DataError, match=f"row 5: the chat template writes message 1 as {words}"):
-        tokenize_sft_row({"talk": talk}, 5, style(), tokenizer)
+        tokenize_sft_row({"talk": talk}, "row 5", style(), tokenizer)
     if answer["content"] is None:
         cfg = RMConfig(chosen_key="talk", rejected_key="talk", apply_chat_template=True)
         with pytest.raises(DataError, match="row 5.*without its tool call 'find'"):
-            tokenize_pair({"talk": talk}, 5, PreferenceFormat.from_config(cfg), tokenizer)
+            tokenize_pair({"talk": talk}, "row 5", PreferenceFormat.from_config(cfg), tokenizer)
 
 
 def test_a_generation_prompt_that_opens_a_thought_which_answers_lose() -> None:
@@ -206,14 +208,14 @@ def test_a_generation_prompt_that_opens_a_thought_which_answers_lose() -> None:
     talk = [TALK[1], {"role": "assistant", "content": "<think>\nhm\n</think>a"}]
     for how in (style(), style(multiturn=True)):
         with pytest.raises(DataError, match="message 1 as its generation prompt does.*<think>") as told:
-            tokenize_sft_row({"talk": talk}, 0, how, tokenizer)
+            tokenize_sft_row({"talk": talk}, "row 0", how, tokenizer)
         assert "multiturn" not in str(told.value) and "--tokenizer_chat_template" in str(told.value)
 
 
 def test_a_thought_is_learnt_in_the_last_answer() -> None:
     tokenizer = tokenizer_of(families.QWEN3)
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\na"}]
-    row = tokenize_sft_row({"talk": talk}, 0, style(multiturn=True), tokenizer)
+    row = tokenize_sft_row({"talk": talk}, "row 0", style(multiturn=True), tokenizer)
     text = tokenizer.decode(row.token_ids)
     assert text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\na<|im_end|>"
     assert row.loss_mask.index(True) == row.token_ids.index(tokenizer.convert_tokens_to_ids("<"))

@@ -31,7 +31,7 @@ TEMPLATES = {
 
 def trained(tokenizer: PreTrainedTokenizerBase, chat: bool, max_len: int = 99) -> list[int]:
     cfg = build("train_rm", pretrain="m", dataset="d", prompt_key="p", apply_chat_template=chat, max_len=max_len)
-    return tokenize_pair(ROW, 0, PreferenceFormat.from_config(cfg), tokenizer).chosen_ids
+    return tokenize_pair(ROW, "row 0", PreferenceFormat.from_config(cfg), tokenizer).chosen_ids
 
 
 def batch_texts(tokenizer: PreTrainedTokenizerBase, chat: bool) -> tuple[str, str]:

@@ -55,36 +55,40 @@ def message(role: str, content: str | None) -> dict[str, Any]:
 def test_exactly_the_response_and_one_eos_are_learnt() -> None:
     """Prompt of 3, response of 3 and EOS."""
     tokenizer = letters(eos="<eos>")
-    row = tokenize_sft_row({"input": "abc", "output": "def"}, 0, style(), tokenizer)
+    row = tokenize_sft_row({"input": "abc", "output": "def"}, "row 0", style(), tokenizer)
     assert tokenizer.decode(row.token_ids) == "abcdef<eos>"
     assert row.loss_mask == [False] * 3 + [True] * 4
-    cut = tokenize_sft_row({"input": "abc", "output": "def"}, 0, style(max_len=5), tokenizer)
+    cut = tokenize_sft_row({"input": "abc", "output": "def"}, "row 0", style(max_len=5), tokenizer)
     assert tokenizer.decode(cut.token_ids) == "abcde" and sum(cut.loss_mask) == 2
 
 
 def test_eos_that_is_there_is_not_doubled() -> None:
     tokenizer = letters(eos="<eos>")
-    row = tokenize_sft_row({"input": "a", "output": "b<eos>\n"}, 0, style(), tokenizer)
+    row = tokenize_sft_row({"input": "a", "output": "b<eos>\n"}, "row 0", style(), tokenizer)
     assert tokenizer.decode(row.token_ids) == "ab<eos>"
 
 
 def test_input_template_goes_round_the_prompt() -> None:
     tokenizer = letters(eos="<eos>")
-    row = tokenize_sft_row({"input": "hi", "output": "ho"}, 0, style(input_template="User: {}\nAssistant: "), tokenizer)
+    row = tokenize_sft_row(
+        {"input": "hi", "output": "ho"}, "row 0", style(input_template="User: {}\nAssistant: "), tokenizer
+    )
     assert tokenizer.decode(row.token_ids) == "User: hi\nAssistant: ho<eos>"
     assert learnt(row, tokenizer) == "ho<eos>"
 
 
 def test_other_braces_of_the_input_template_are_text() -> None:
     tokenizer = letters(eos="<eos>")
-    row = tokenize_sft_row({"input": "{}{x}", "output": "}"}, 0, style(input_template='{"q": {}, {y}}'), tokenizer)
+    row = tokenize_sft_row(
+        {"input": "{}{x}", "output": "}"}, "row 0", style(input_template='{"q": {}, {y}}'), tokenizer
+    )
     assert tokenizer.decode(row.token_ids) == '{"q": {}{x}, {y}}}<eos>'
 
 
 def test_prompt_is_tokenised_as_at_generation_time() -> None:
     """A token over the border of prompt and response can't be sampled, so it isn't trained on."""
     tokenizer = merging("xy")
-    row = tokenize_sft_row({"input": "ax", "output": "yb"}, 0, style(), tokenizer)
+    row = tokenize_sft_row({"input": "ax", "output": "yb"}, "row 0", style(), tokenizer)
     prompt = tokenizer("ax", add_special_tokens=False)["input_ids"]
     assert row.token_ids[: len(prompt)] == prompt
     assert len(row.token_ids) == 5 and row.loss_mask == [False, False, True, True, True]
@@ -93,10 +97,10 @@ def test_prompt_is_tokenised_as_at_generation_time() -> None:
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_one_bos_without_a_template(adds_bos: bool) -> None:
     tokenizer = letters(eos="<eos>", adds_bos=adds_bos)
-    row = tokenize_sft_row({"input": "ab", "output": "c"}, 0, style(), tokenizer)
+    row = tokenize_sft_row({"input": "ab", "output": "c"}, "row 0", style(), tokenizer)
     assert row.token_ids.count(tokenizer.bos_token_id) == int(adds_bos)
     assert (row.token_ids[0] == tokenizer.bos_token_id) is adds_bos
-    given = tokenize_sft_row({"input": "<bos>ab", "output": "c"}, 0, style(), tokenizer)
+    given = tokenize_sft_row({"input": "<bos>ab", "output": "c"}, "row 0", style(), tokenizer)
     assert given.token_ids.count(tokenizer.bos_token_id) == 1
     assert learnt(given, tokenizer) == "c<eos>"
 
@@ -104,7 +108,7 @@ def test_one_bos_without_a_template(adds_bos: bool) -> None:
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_one_bos_with_a_template_that_writes_it(adds_bos: bool) -> None:
     tokenizer = letters(BOS_TEMPLATE, eos="<eos>", adds_bos=adds_bos)
-    row = tokenize_sft_row({"input": "ab", "output": "c"}, 0, style(apply_chat_template=True), tokenizer)
+    row = tokenize_sft_row({"input": "ab", "output": "c"}, "row 0", style(apply_chat_template=True), tokenizer)
     assert row.token_ids.count(tokenizer.bos_token_id) == 1 and row.token_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(row.token_ids) == "<bos>[u]ab<eos>[a]c<eos>"
     assert learnt(row, tokenizer) == "c<eos>"
@@ -120,7 +124,7 @@ def test_one_bos_with_a_template_that_writes_it(adds_bos: bool) -> None:
 )
 def test_chat_template_forms_of_a_row(row: dict[str, Any]) -> None:
     tokenizer = letters()
-    got = tokenize_sft_row(row, 0, style(apply_chat_template=True), tokenizer)
+    got = tokenize_sft_row(row, "row 0", style(apply_chat_template=True), tokenizer)
     assert tokenizer.decode(got.token_ids) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na!<|im_end|>"
     assert learnt(got, tokenizer) == "a!<|im_end|>"
 
@@ -128,10 +132,10 @@ def test_chat_template_forms_of_a_row(row: dict[str, Any]) -> None:
 def test_whole_conversation_in_one_column_learns_the_last_turn() -> None:
     tokenizer = letters()
     talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
-    got = tokenize_sft_row({"input": talk}, 0, style(apply_chat_template=True, output_key=None), tokenizer)
+    got = tokenize_sft_row({"input": talk}, "row 0", style(apply_chat_template=True, output_key=None), tokenizer)
     assert learnt(got, tokenizer) == "d<|im_end|>"
     every = tokenize_sft_row(
-        {"input": talk}, 0, style(apply_chat_template=True, output_key=None, multiturn=True), tokenizer
+        {"input": talk}, "row 0", style(apply_chat_template=True, output_key=None, multiturn=True), tokenizer
     )
     assert every.token_ids == got.token_ids
     assert learnt(every, tokenizer) == "b<|im_end|>d<|im_end|>"
@@ -139,7 +143,7 @@ def test_whole_conversation_in_one_column_learns_the_last_turn() -> None:
 
 def test_end_token_of_the_turn_is_learnt_and_eos_added_when_it_is_another() -> None:
     tokenizer = letters(eos="<eos>")
-    got = tokenize_sft_row({"input": "q", "output": "a"}, 0, style(apply_chat_template=True), tokenizer)
+    got = tokenize_sft_row({"input": "q", "output": "a"}, "row 0", style(apply_chat_template=True), tokenizer)
     assert learnt(got, tokenizer) == "a<|im_end|><eos>"
 
 
@@ -148,7 +152,10 @@ def test_multiturn_row_with_a_long_last_prompt_keeps_its_first_answer() -> None:
     tokenizer = letters(BOS_TEMPLATE, eos="<eos>")
     talk = [message(USER, "abc"), message(ASSISTANT, "defg"), message(USER, "x" * 40), message(ASSISTANT, "yz")]
     row = tokenize_sft_row(
-        {"input": talk}, 0, style(apply_chat_template=True, output_key=None, multiturn=True, max_len=25), tokenizer
+        {"input": talk},
+        "row 0",
+        style(apply_chat_template=True, output_key=None, multiturn=True, max_len=25),
+        tokenizer,
     )
     assert not row.dropped and learnt(row, tokenizer) == "defg<eos>" and len(row.token_ids) == 25
 
@@ -170,7 +177,7 @@ def test_results_of_tools_are_rendered_as_one_conversation(content: str | None) 
     calls = {"role": ASSISTANT, "content": content, "tool_calls": [{"name": "f"}, {"name": "g"}]}
     talk = [message(USER, "q"), calls, message("tool", "1"), message("tool", "2"), message(ASSISTANT, "3")]
     how = style(apply_chat_template=True, output_key=None, multiturn=True)
-    row = tokenize_sft_row({"input": talk}, 0, how, tokenizer)
+    row = tokenize_sft_row({"input": talk}, "row 0", how, tokenizer)
     text = tokenizer.apply_chat_template(talk, tokenize=False)
     assert row.token_ids == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text == f"[user]q<eos>[assistant]{content or ''}<f><g><eos>[user]12<eos>[assistant]3<eos>"
@@ -185,16 +192,16 @@ def test_keys_of_other_rows_are_not_learnt(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content or (m.tool_calls | tojson) }}{{ eos_token }}{% endfor %}"
     tokenizer = letters(template, eos="<eos>")
     for row, call in zip(load_rows(str(tmp_path / "rows.parquet")), calls, strict=True):
-        got = tokenize_sft_row(row, 0, style(apply_chat_template=True, output_key=None), tokenizer)
+        got = tokenize_sft_row(row, "row 0", style(apply_chat_template=True, output_key=None), tokenizer)
         assert json.loads(learnt(got, tokenizer).removesuffix("<eos>")) == [call]
 
 
 def test_slow_tokenizer_gives_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
     how = style(apply_chat_template=True, output_key=None, multiturn=True)
-    fast = tokenize_sft_row({"input": talk}, 0, how, letters())
+    fast = tokenize_sft_row({"input": talk}, "row 0", how, letters())
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.is_fast", property(lambda self: False))
-    assert tokenize_sft_row({"input": talk}, 0, how, letters()) == fast
+    assert tokenize_sft_row({"input": talk}, "row 0", how, letters()) == fast
 
 
 def test_template_that_rewrites_earlier_turns_is_refused_for_multiturn() -> None:
@@ -205,13 +212,16 @@ def test_template_that_rewrites_earlier_turns_is_refused_for_multiturn() -> None
     talk = [message(USER, "a"), message(ASSISTANT, "b"), message(USER, "c"), message(ASSISTANT, "d")]
     with pytest.raises(DataError, match="row 3: the chat template rewrites earlier turns"):
         tokenize_sft_row(
-            {"input": talk}, 3, style(apply_chat_template=True, output_key=None, multiturn=True), letters(template)
+            {"input": talk},
+            "row 3",
+            style(apply_chat_template=True, output_key=None, multiturn=True),
+            letters(template),
         )
 
 
 def test_pretraining_learns_every_token_and_adds_no_eos() -> None:
     tokenizer = letters(eos="<eos>", adds_bos=True)
-    row = tokenize_sft_row({"input": "abc"}, 0, style(pretrain_mode=True, input_template="X{}"), tokenizer)
+    row = tokenize_sft_row({"input": "abc"}, "row 0", style(pretrain_mode=True, input_template="X{}"), tokenizer)
     assert tokenizer.decode(row.token_ids) == "<bos>abc" and row.loss_mask == [False, True, True, True]
 
 
@@ -230,7 +240,7 @@ def test_pretraining_learns_every_token_and_adds_no_eos() -> None:
 def test_rows_without_anything_to_learn_are_dropped_with_the_reason(
     row: dict[str, Any], changes: dict[str, Any], reason: str
 ) -> None:
-    got = tokenize_sft_row(row, 0, style(**changes), letters())
+    got = tokenize_sft_row(row, "row 0", style(**changes), letters())
     assert (got.dropped, got.token_ids, got.loss_mask) == (reason, [], [])
 
 
@@ -252,12 +262,12 @@ def test_rows_without_anything_to_learn_are_dropped_with_the_reason(
 )
 def test_malformed_rows_are_named(row: dict[str, Any], changes: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
-        tokenize_sft_row(row, 7, style(**changes), letters())
+        tokenize_sft_row(row, "row 7", style(**changes), letters())
 
 
 def test_missing_chat_template_is_told() -> None:
     with pytest.raises(DataError, match="no chat template"):
-        tokenize_sft_row({"input": "a", "output": "b"}, 0, style(apply_chat_template=True), letters(None))
+        tokenize_sft_row({"input": "a", "output": "b"}, "row 0", style(apply_chat_template=True), letters(None))
 
 
 # -------------------------------------------------------------------------------------------------------- whole tables
