@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Reinforcement learning of a real pretrained model, SmolLM2-135M-Instruct, on two CPU cores.
 #   make smollm2-setup && bash examples/smollm2/train.sh [more flags]
-# fp32, since CPUs without bf16 units train twice as fast in it. EXPLAIN=1 only says what the flags come to. OUT names the folder (runs/smollm2).
+# fp32, since CPUs without bf16 units train twice as fast in it. OUT names the folder (runs/smollm2). Once model and data
+# are there, EXPLAIN=1 only says what the flags come to.
 set -euo pipefail
 OUT=${OUT:-runs/smollm2}
 source "$(dirname "$0")/../scripts/common.sh"
