@@ -16,6 +16,7 @@ from openrlhf.rollout.loader import load_agent_executor
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.rollout.rewards import FunctionReward, HTTPOptions, RewardRequest
 from openrlhf.rollout.rewards.http import TOKEN_VARIABLE
+from openrlhf.trainer.reward_servers import WAIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = (ROOT / "docs" / "rewards.md").read_text()
@@ -76,4 +77,5 @@ def test_the_numbers() -> None:
     options = HTTPOptions()
     for number in (options.max_tries, int(options.timeout), options.max_connections, options.batch_size):
         assert re.search(rf"\b{number}\b", REWARDS), number
+    assert f"{WAIT_SECONDS:g} s are waited for a server" in REWARDS
     assert TOKEN_VARIABLE in REWARDS
