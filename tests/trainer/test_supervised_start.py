@@ -104,6 +104,8 @@ def test_the_model_is_saved_before_a_logger_can_fail_or_hang(tmp_path: Path, mon
     class Run:
         """Stands for a W&B run whose upload fails."""
 
+        def define_metric(self, name: str, **axis: object) -> None: ...
+
         def finish(self) -> None:
             saved.append((tmp_path / "model").exists())
             raise ConnectionResetError("the service is gone")
