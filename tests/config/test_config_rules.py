@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from config_cases import REQUIRED, failing, parsed, violations, write
 from openrlhf.config import parse
 from openrlhf.config.derive import gpus_per_role
 from openrlhf.config.limits import LIMITS
+from openrlhf.config.rules import OPTIONAL_PACKAGES
 
 PPO = "train_ppo_ray"
 NO_REWARD = REQUIRED[PPO][:4]
@@ -507,6 +509,13 @@ class TestRewards:
     def test_custom_algorithms(self, tmp_path: Path) -> None:
         assert "no file x.py" in violations(PPO, "--custom_algorithms", "x.py")["custom_algorithms"]
         assert not violations(PPO, "--custom_algorithms", write(tmp_path / "x.py", ""))
+
+
+def test_the_page_of_installation_names_packages_that_flags_need() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "installation.md").read_text(encoding="utf-8")
+    required = {"bitsandbytes", "tensorboard"}  # of an extra, and of requirements.txt
+    for flag, _, package, _ in OPTIONAL_PACKAGES:
+        assert package in required or re.search(rf"`--{flag}( \w+)?` {package}\b", page), package
 
 
 @pytest.mark.parametrize(
