@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrlhf.config.flag import flag_value
+from openrlhf.config.options_algorithm import FOLLOWS
 from openrlhf.config.problems import Violation
 from openrlhf.config.values import show_value
 
@@ -118,14 +119,6 @@ LIMITS: dict[str, Limit] = {
 MAY_BE_INFINITE = {"max_ckpt_mem"}
 
 
-# Flags that take another flag's value if not given: told only once, for that other flag.
-FOLLOWS = {
-    "rollout_max_tokens_per_gpu": "train_max_tokens_per_gpu",
-    "vllm_generate_batch_size": "rollout_batch_size",
-    "max_new_tokens": "generate_max_len",
-}
-
-
 def check_limits(cfg: Any) -> Iterator[Violation]:
     """The numbers out of range, the pairs the wrong way round, and unknown schedules."""
     for flag, limit in LIMITS.items():
@@ -159,5 +152,5 @@ def check_limits(cfg: Any) -> Iterator[Violation]:
 
 
 def _follows(cfg: Any, flag: str, value: Any) -> bool:
-    leader = FOLLOWS.get(flag, flag.removeprefix("critic_"))
-    return leader != flag and flag_value(cfg, leader) == value
+    """Whether it has the value of another flag, of which alone it is told then."""
+    return flag in FOLLOWS and flag_value(cfg, FOLLOWS[flag]) == value

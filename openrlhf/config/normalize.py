@@ -12,9 +12,9 @@ from typing import Any
 
 from openrlhf.config.commands import BatchInferenceConfig, DPOConfig, PPOConfig, RMConfig, ServeRMConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
-from openrlhf.config.derive import data_copies
+from openrlhf.config.derive import data_copies, sharing_roles
 from openrlhf.config.flag import flag_specs, flag_value
-from openrlhf.config.options_algorithm import GROUP_ESTIMATORS, SEQUENCE_LOSSES, ActorCriticOptions
+from openrlhf.config.options_algorithm import FOLLOWS, GROUP_ESTIMATORS, SEQUENCE_LOSSES
 from openrlhf.config.options_data import DataOptions
 from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.config.options_ppo import NO_METRIC
@@ -103,6 +103,8 @@ def normalize(command: str, config: Any, explicit: frozenset[str]) -> tuple[Any,
     if isinstance(cfg, DPOConfig) and not cfg.ref_pretrain:
         changer.set("ref_pretrain", cfg.pretrain, "as --pretrain")
     if isinstance(cfg, PPOConfig):
+        for flag, leader in FOLLOWS.items():
+            changer.fill(flag, getattr(cfg, leader), f"as --{leader}")
         _rewards(changer, cfg)
         _lengths(changer, cfg)
         _correction(changer, cfg)
@@ -159,19 +161,24 @@ def _eval_split_of_files(changer: _Changer) -> None:
         changer.set("eval_split", "train", "the only split of a file")
 
 
+def _asked_evaluation(cfg: Any) -> list[str]:
+    """The flags that ask for an evaluation."""
+    flags = ("eval_steps", "eval_before_train", "best_metric_key")
+    return [flag for flag in flags if flag_value(cfg, flag) not in (None, False, -1, "", NO_METRIC)]
+
+
 def _evaluation(changer: _Changer) -> None:
     """Say which flags about evaluation do nothing for want of another one."""
     cfg = changer.config
     if flag_value(cfg, "load_rollouts"):
         return  # nothing is evaluated then, with whatever flags
-    asked = ["eval_steps", "eval_before_train", "best_metric_key"]
-    if isinstance(cfg, RMConfig):
-        asked.remove("eval_steps")  # without a data set of its own, it evaluates on rows of the training data
+    asked = _asked_evaluation(cfg)
     if not cfg.eval_dataset:
-        for flag in (f for f in asked if flag_value(cfg, f) not in (None, False, -1, "", NO_METRIC)):
+        # train_rm evaluates on rows of the training data then
+        for flag in asked if not isinstance(cfg, RMConfig) else ():
             changer.note(f"--{flag} does nothing without --eval_dataset")
         return
-    if flag_value(cfg, "best_metric_key") not in (None, "", NO_METRIC) and cfg.disable_ds_ckpt and not cfg.save_hf_ckpt:
+    if "best_metric_key" in asked and cfg.disable_ds_ckpt and not cfg.save_hf_ckpt:
         changer.note("--best_metric_key writes nothing: --disable_ds_ckpt leaves nothing of a checkpoint")
     if isinstance(cfg, PPOConfig) and cfg.eval_steps < 0 and not cfg.eval_before_train:
         changer.note("--eval_dataset is not used: add --eval_steps N to evaluate every N steps, or --eval_before_train")
@@ -192,8 +199,6 @@ def _rewards(changer: _Changer, cfg: PPOConfig) -> None:
 
 def _lengths(changer: _Changer, cfg: PPOConfig) -> None:
     prompt, response = cfg.prompt_max_len, cfg.generate_max_len
-    if response is not None:
-        changer.fill("max_new_tokens", response, "as --generate_max_len")
     if (prompt is None and response is None) or "max_len" in changer.explicit:
         return
     if prompt is None:
@@ -237,10 +242,6 @@ def _critic(changer: _Changer, cfg: PPOConfig) -> None:
             changer.set("critic_pretrain", cfg.reward_pretrain.split(",")[0].strip(), "as --reward_pretrain")
         else:
             changer.set("critic_pretrain", cfg.pretrain, "as --pretrain")
-    for name in flag_specs(ActorCriticOptions):
-        shared = name.removeprefix("critic_")
-        if name != "critic_pretrain" and shared != name and hasattr(cfg, shared):
-            changer.fill(name, getattr(cfg, shared), f"as --{shared}")
 
 
 def _batches(changer: _Changer, cfg: PPOConfig) -> None:
@@ -250,7 +251,6 @@ def _batches(changer: _Changer, cfg: PPOConfig) -> None:
     if cfg.use_dynamic_batch:
         note = "--packing_samples is on: batches by tokens are packed"
         changer.set("packing_samples", True, "--use_dynamic_batch", note)
-    changer.fill("rollout_max_tokens_per_gpu", cfg.train_max_tokens_per_gpu, "as --train_max_tokens_per_gpu")
     tokens = cfg.train_max_tokens_per_gpu * data_copies(cfg)
     if cfg.use_dynamic_batch and 0 < tokens < cfg.max_len:
         changer.note(
@@ -263,7 +263,6 @@ def _batches(changer: _Changer, cfg: PPOConfig) -> None:
             f"--train_batch_size {batch} is no multiple of --n_samples_per_prompt {n}: the responses to a "
             f"prompt stay together, so an optimizer step has {batch // n * n} samples"
         )
-    changer.fill("vllm_generate_batch_size", cfg.rollout_batch_size, "as --rollout_batch_size")
 
 
 def _micro_batches(changer: _Changer, cfg: PPOConfig) -> None:
@@ -308,14 +307,10 @@ def _placement(changer: _Changer, cfg: PPOConfig) -> None:
     if cfg.ref_reward_offload:
         changer.set("ref_offload", True, "--ref_reward_offload")
         changer.set("reward_offload", True, "--ref_reward_offload")
-    if cfg.colocate_all_models:
-        for role in ("ref", "critic", "reward"):
-            _same_size(changer, role, "actor", "--colocate_all_models")
-    else:
-        if cfg.colocate_actor_ref:
-            _same_size(changer, "ref", "actor", "--colocate_actor_ref")
-        if cfg.colocate_critic_reward and cfg.advantage_estimator == "gae":
-            _same_size(changer, "reward", "critic", "--colocate_critic_reward")
+    for flag, (leader, *guests) in sharing_roles(cfg).items():
+        if leader == "actor" or cfg.advantage_estimator == "gae":  # else there is no critic
+            for role in (guest for guest in guests if guest != "engine"):
+                _same_size(changer, role, leader, f"--{flag}")
     gpus, size = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node, cfg.vllm_tensor_parallel_size
     together = cfg.colocate_all_models and not cfg.async_train
     if together and "vllm_num_engines" not in changer.explicit and size > 0 and gpus % size == 0:
@@ -338,8 +333,7 @@ def _half_run(changer: _Changer, cfg: PPOConfig) -> None:
     mode = "--load_rollouts" if cfg.load_rollouts else "--rollout_only"
     for flag in ("vllm_enable_sleep", "deepspeed_enable_sleep"):
         changer.set(flag, False, mode, f"--{flag} changes nothing: with {mode} the GPUs are not shared in turns")
-    best = cfg.best_metric_key not in (None, "", NO_METRIC)
-    if cfg.load_rollouts and (cfg.eval_dataset or cfg.eval_steps > 0 or cfg.eval_before_train or best):
+    if cfg.load_rollouts and (cfg.eval_dataset or _asked_evaluation(cfg)):
         changer.note("nothing is evaluated: --load_rollouts starts no engines")
         changer.set("eval_steps", -1, mode)
         changer.set("eval_before_train", False, mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from openrlhf.config.flag import OptionGroup, declaration, flag
+from openrlhf.config.flag import OptionGroup, declaration, flag, flag_specs
 from openrlhf.config.options_model import DeepSpeedOptions, OptimizerOptions
 
 ESTIMATORS = (
@@ -230,3 +230,16 @@ class ActorCriticOptions(OptionGroup):
     critic_muon_momentum: float | None = critic_flag(OptimizerOptions, "muon_momentum")
     critic_muon_ns_steps: int | None = critic_flag(OptimizerOptions, "muon_ns_steps")
     critic_muon_nesterov: bool | None = critic_flag(OptimizerOptions, "muon_nesterov")
+
+
+# Flags that take the value of another flag if not given.
+FOLLOWS = {
+    "rollout_max_tokens_per_gpu": "train_max_tokens_per_gpu",
+    "vllm_generate_batch_size": "rollout_batch_size",
+    "max_new_tokens": "generate_max_len",
+    **{
+        name: name.removeprefix("critic_")
+        for name, spec in flag_specs(ActorCriticOptions).items()
+        if spec.optional and name != "critic_pretrain"
+    },
+}
