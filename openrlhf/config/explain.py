@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Sequence
@@ -45,11 +46,10 @@ def main(argv: Sequence[str]) -> int:
     command, flags = rest[0], rest[1:]
     num_rows = None
     if action == "explain":
-        try:
-            num_rows, flags = _take_num_rows(flags)
-        except ValueError:
-            print("--num_rows takes a whole number", file=sys.stderr)
-            return 2
+        own = argparse.ArgumentParser("openrlhf config explain", "%(prog)s COMMAND [flags]", add_help=False)
+        own.add_argument("--num_rows", "--num-rows", type=int)
+        given, flags = own.parse_known_args(flags)
+        num_rows = given.num_rows
     parsed = parse(command, flags)
     print(format_explanation(parsed, num_rows) if action == "explain" else format_yaml(parsed.command, parsed.config))
     if parsed.violations:
@@ -167,18 +167,6 @@ def shown(cfg: Any, name: str) -> str:
 def mask_urls(value: Any) -> Any:
     """Text without the passwords of URLs such as http://user:password@host."""
     return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{MASK}@", value) if isinstance(value, str) else value
-
-
-def _take_num_rows(flags: list[str]) -> tuple[int | None, list[str]]:
-    rest, num_rows = [], None
-    items = iter(flags)
-    for item in items:
-        name, _, value = item.partition("=")
-        if name.replace("-", "_") == "__num_rows":
-            num_rows = int(value or next(items, ""))
-        else:
-            rest.append(item)
-    return num_rows, rest
 
 
 def _diff(first: str, second: str, *flags: str) -> int:

@@ -142,7 +142,9 @@ def test_help_of_config(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bad_row_count(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "explain", "train_sft", "--num_rows", "many")[0] == 2
+    with pytest.raises(SystemExit) as end:
+        main(["explain", "train_sft", "--num_rows", "many"])
+    assert end.value.code == 2 and "--num_rows" in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[2]
