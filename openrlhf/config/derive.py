@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.config.commands import PPOConfig, SupervisedOptions, TrainerOptions
+from openrlhf.config.commands import PPOConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_value
 from openrlhf.config.options_model import DeepSpeedOptions
@@ -60,8 +60,6 @@ def derive(cfg: TrainerOptions, num_rows: int | None = None, world_size: int = 1
     """
     if isinstance(cfg, PPOConfig):
         return _derive_ppo(cfg, num_rows)
-    if not isinstance(cfg, SupervisedOptions):
-        raise TypeError(f"{type(cfg).__name__} belongs to no training command")
     ranks = data_parallel_size(cfg, world_size)
     total = None
     if num_rows is not None:

@@ -85,7 +85,9 @@ def describe_run(cfg: TrainerOptions, num_rows: int | None) -> list[str]:
     """The arithmetic of a run in sentences; rows that aren't given are counted where that is cheap."""
     rows = num_rows if num_rows is not None else count_rows(cfg)
     derived = derive(cfg, rows, world_size_from_environment())
-    return [*_describe_batches(cfg, derived), *_describe_steps(cfg, derived), *_describe_gpus(derived)]
+    roles = ", ".join(f"{role} {count}" for role, count in derived.gpus.items())
+    gpus = f"GPUs (or ranks, on CPU): {derived.total_gpus} in all; {roles}"
+    return [*_describe_batches(cfg, derived), *_describe_steps(cfg, derived), gpus]
 
 
 def _describe_batches(cfg: TrainerOptions, derived: Derived) -> list[str]:
@@ -136,11 +138,6 @@ def _describe_steps(cfg: TrainerOptions, derived: Derived) -> list[str]:
             f"frozen in the first {frozen_rollouts(cfg)} rollouts"
         )
     return lines
-
-
-def _describe_gpus(derived: Derived) -> list[str]:
-    roles = ", ".join(f"{role} {count}" for role, count in derived.gpus.items())
-    return [f"GPUs (or ranks, on CPU): {derived.total_gpus} in all; {roles}"]
 
 
 def format_yaml(command: str, cfg: Any) -> str:

@@ -128,10 +128,7 @@ def flag_value(config: Any, name: str) -> Any:
 
 def _declaring_group(config_class: type, name: str) -> type[OptionGroup]:
     """The most basic class that declares `name`: a command that only changes the default doesn't count."""
-    for cls in reversed(config_class.__mro__):
-        if name in cls.__dict__.get("__annotations__", {}):
-            return cls
-    raise AttributeError(name)
+    return next(cls for cls in reversed(config_class.__mro__) if name in cls.__dict__.get("__annotations__", {}))
 
 
 def _describe_type(name: str, annotation: Any) -> tuple[type, bool, int]:

@@ -117,9 +117,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str]) -> tuple[Any,
         _algorithm(changer, cfg)
     if isinstance(cfg, DeepSpeedOptions):
         _moved_state(changer, cfg)
-    if not isinstance(cfg, ServeRMConfig):
-        _packing(changer)
-    _attention_package(changer)
+    _attention(changer)
     return changer.config, changer.changes
 
 
@@ -395,16 +393,14 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         changer.note(text)
 
 
-def _packing(changer: _Changer) -> None:
+def _attention(changer: _Changer) -> None:
     cfg = changer.config
-    if flag_value(cfg, "packing_samples") and cfg.attn_implementation in ("eager", "sdpa"):
-        note = f"--attn_implementation is auto: {cfg.attn_implementation} can't keep packed samples apart"
-        changer.set("attn_implementation", "auto", "--packing_samples", note)
-
-
-def _attention_package(changer: _Changer) -> None:
-    chosen = flag_value(changer.config, "attn_implementation")
+    chosen = flag_value(cfg, "attn_implementation")
+    packed = flag_value(cfg, "packing_samples") and not isinstance(cfg, ServeRMConfig)
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(chosen)
-    if package is not None and importlib.util.find_spec(package) is None:
+    if packed and chosen in ("eager", "sdpa"):
+        note = f"--attn_implementation is auto: {chosen} can't keep packed samples apart"
+        changer.set("attn_implementation", "auto", "--packing_samples", note)
+    elif package is not None and importlib.util.find_spec(package) is None:
         note = f"--attn_implementation is auto, with equal results: {chosen} needs {package}, which isn't installed"
         changer.set("attn_implementation", "auto", f"{package} isn't installed", note)

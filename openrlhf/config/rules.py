@@ -159,8 +159,6 @@ def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
         yield Violation(
             "output_key", "is missing", "name the column with the responses, or with --label_key the labels"
         )
-    if cfg.load_rollouts and not Path(cfg.load_rollouts).exists():
-        yield not_there("load_rollouts", cfg.load_rollouts)
     if cfg.apply_chat_template and not cfg.pretrain:
         yield Violation("pretrain", "is missing: the chat template is a tokenizer's", "name the model")
 
@@ -184,7 +182,7 @@ def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
         yield Violation("enable_csft", "belongs to generating", "leave it out with --eval_task rm")
 
 
-def _check_models(cfg: Any) -> Iterator[Violation]:
+def _check_paths(cfg: Any) -> Iterator[Violation]:
     for flag in (*TRAINING_MODELS, "model_path", "lora_path"):
         path = flag_value(cfg, flag)
         if path and looks_local(path) and not Path(path).is_dir():
@@ -195,12 +193,9 @@ def _check_models(cfg: Any) -> Iterator[Violation]:
             ):
                 continue
             yield not_there(flag, f"folder {path}")
-
-
-def _check_template(cfg: Any) -> Iterator[Violation]:
-    template = getattr(cfg, "input_template", None) or ""
-    if (places := template.count("{}")) > 1:
-        yield Violation("input_template", f"{template!r} has {places} times {{}}", "write it once, for the prompt")
+    dump = flag_value(cfg, "load_rollouts")
+    if dump and not Path(dump).exists():
+        yield not_there("load_rollouts", dump)
 
 
 # What a flag needs beyond the requirements: flag, the value (None: any), package, module.
@@ -280,6 +275,9 @@ DATA_FLAGS = (
 
 
 def _check_data(cfg: Any) -> Iterator[Violation]:
+    template = getattr(cfg, "input_template", None) or ""
+    if (places := template.count("{}")) > 1:
+        yield Violation("input_template", f"{template!r} has {places} times {{}}", "write it once, for the prompt")
     for flag, split_flag, probs_flag in DATA_FLAGS:
         text, split, probs = (flag_value(cfg, name) for name in (flag, split_flag, probs_flag))
         sources = parse_sources(text) if text else []
@@ -354,7 +352,7 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
 
 # Rules of one configuration alone, by the class that they are about.
 CHECKS: tuple[tuple[type, Callable[[Any], Iterator[Violation]]], ...] = (
-    *((object, check) for check in (check_limits, _check_required, _check_models, _check_template, _check_packages)),
+    *((object, check) for check in (check_limits, _check_required, _check_paths, _check_packages)),
     (object, _check_data),
     (LoadOptions, _check_loading),
     (DeepSpeedOptions, _check_precision),

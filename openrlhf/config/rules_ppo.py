@@ -48,9 +48,7 @@ def check_ppo(cfg: PPOConfig, explicit: Collection[str], broken: Collection[str]
     yield from _check_algorithms(cfg)
     yield from _check_estimator(cfg)
     yield from _check_correction(cfg, explicit)
-    yield from _check_async(cfg)
-    yield from _check_dumps(cfg)
-    yield from _check_stops(cfg)
+    yield from _check_rollouts(cfg)
     no_devices = list(_check_sizes(cfg))
     yield from no_devices
     if not no_devices and not _ARITHMETIC & set(broken):
@@ -207,7 +205,7 @@ def _check_correction(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Vio
             )
 
 
-def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
+def _check_rollouts(cfg: PPOConfig) -> Iterator[Violation]:
     surplus = (cfg.vllm_generate_batch_size or 0) > cfg.rollout_batch_size
     if surplus and not (cfg.async_train or cfg.dynamic_filtering or cfg.dynamic_sampling_filter_path):
         yield Violation(
@@ -216,20 +214,12 @@ def _check_async(cfg: PPOConfig) -> Iterator[Violation]:
             f"{cfg.rollout_batch_size} can use",
             "use at most as many, or --async_train, or a filter that drops some",
         )
-
-
-def _check_dumps(cfg: PPOConfig) -> Iterator[Violation]:
-    if cfg.load_rollouts and not Path(cfg.load_rollouts).exists():
-        yield not_there("load_rollouts", cfg.load_rollouts)
     if cfg.dump_rollouts and not cfg.load_checkpoint and any(Path(cfg.dump_rollouts).glob("rollout_step_*.jsonl")):
         yield Violation(
             "dump_rollouts",
             f"{cfg.dump_rollouts} has the rollouts of another run, and they would be mixed up",
             "name another folder, remove that one, or go on with that run by --load_checkpoint",
         )
-
-
-def _check_stops(cfg: PPOConfig) -> Iterator[Violation]:
     if "" in (cfg.stop_strings or ()):
         yield Violation("stop_strings", "an empty text ends every response at once", "write texts with characters")
 
