@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -184,6 +185,13 @@ class CollectedGroups:
         return self.tally.metrics() | insufficient
 
 
+class _Result(NamedTuple):
+    """Why a finished group was dropped, if it was; and the group, if it can be used."""
+
+    dropped: str | None
+    group: Group | None
+
+
 class GroupCollector:
     """Decides how many prompts to draw for one step, and which finished groups to keep.
 
@@ -224,11 +232,9 @@ class GroupCollector:
         self._first_draw = first_draw
         self._limit = max(target * max_rounds, first_draw)
         self._from_buffer = buffer.take(min(target, len(buffer)), select)
-        self._kept: dict[int, Group] = {}
-        self._reserve: dict[int, Group] = {}
-        self._order: dict[int, int] = {}
+        # By group id, in the order in which prompts were drawn; None while a group is not finished.
+        self._results: dict[int, _Result | None] = {}
         self._drops = drops
-        self._reasons: dict[int, str | None] = {}
         self._exhausted = False
 
     def __iter__(self) -> Iterator[PromptItem]:
@@ -241,9 +247,9 @@ class GroupCollector:
             self._drawn.extend(self._draw(wanted))
             self._exhausted = len(self._drawn) < wanted
             for item in self._drawn:
-                if item.group_id in self._order:
+                if item.group_id in self._results:
                     raise ValueError(f"group id {item.group_id} was drawn twice in one step")
-                self._order[item.group_id] = len(self._order)
+                self._results[item.group_id] = None
         if not self._drawn:
             raise StopIteration
         return self._drawn.popleft()
@@ -252,26 +258,21 @@ class GroupCollector:
         """Number of prompts to draw now."""
         if self._exhausted:
             return 0
-        unfinished = len(self._order) - self._tally.seen
-        need = self._target - len(self._from_buffer) - len(self._kept) - unfinished
-        if not self._order and need > 0:
+        drawn = len(self._results)
+        unfinished = drawn - self._tally.seen
+        need = self._target - len(self._from_buffer) - self._tally.kept - unfinished
+        if not drawn and need > 0:
             need = max(need, self._first_draw - len(self._from_buffer))
-        return max(0, min(need, self._limit - len(self._order)))
+        return max(0, min(need, self._limit - drawn))
 
     def add(self, group: Group) -> bool:
         """Takes a finished group; returns whether it was kept."""
-        if group.item.group_id not in self._order:
+        if group.item.group_id not in self._results:
             raise ValueError(f"group id {group.item.group_id} was never drawn")
-        reason = self._reasons[group.item.group_id] = self._tally.judge(group)
-        if reason is not None:
-            if group.verdict is not None and group.verdict.keep_when_insufficient:
-                self._reserve[group.item.group_id] = group
-            return False
-        self._kept[group.item.group_id] = group
-        return True
-
-    def _in_order(self, groups: Iterable[Group]) -> list[Group]:
-        return sorted(groups, key=lambda group: self._order[group.item.group_id])
+        reason = self._tally.judge(group)
+        usable = reason is None or (group.verdict is not None and group.verdict.keep_when_insufficient)
+        self._results[group.item.group_id] = _Result(reason, group if usable else None)
+        return reason is None
 
     def finish(self, may_be_empty: bool = False) -> CollectedGroups:
         """Returns the step's groups and puts surplus ones into the buffer.
@@ -283,8 +284,11 @@ class GroupCollector:
             NoLearnableGroups: a filter left too few groups within the limit on draws, nothing was kept, or nothing
                 was for too long.
         """
-        groups = [*self._from_buffer, *self._in_order(self._kept.values())]
-        reserve = self._in_order(self._reserve.values())[: max(0, self._target - len(groups))]
+        results = [result for result in self._results.values() if result is not None]
+        kept = [result.group for result in results if result.group is not None and result.dropped is None]
+        spare = [result.group for result in results if result.group is not None and result.dropped is not None]
+        groups = [*self._from_buffer, *kept]
+        reserve = spare[: max(0, self._target - len(groups))]
         groups.extend(reserve)
         # Without a filter groups get lost by failures only; those failures have a policy and counts of their own.
         gave_up = self._tally.filter is not None and not self._exhausted
@@ -298,8 +302,8 @@ class GroupCollector:
                 f"and {stopped}"
             )
         if self._drops is not None:
-            for group_id in self._order:  # as drawn: when each was done says nothing
-                self._drops.add(self._reasons[group_id])
+            for result in results:
+                self._drops.add(result.dropped)
             if not groups and self._drops.reached:
                 raise self._drops.error(self._tally.last_loss)
         for group in groups[self._target :]:
