@@ -12,8 +12,9 @@ import json
 import logging
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,9 +26,6 @@ from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.first_ids import first_ids
 
 logger = logging.getLogger(__name__)
-
-
-_TextOf = Callable[[Mapping[str, Any], "_Session"], str]
 
 
 @dataclass
@@ -169,34 +167,15 @@ class OpenAIAgentExecutor(AgentExecutorBase):
             if self._runner is not None:
                 return
             app = web.Application(client_max_size=64 * 2**20)
-            app.router.add_post("/{episode}/v1/chat/completions", self._chat)
-            app.router.add_post("/{episode}/v1/completions", self._completion)
+            app.router.add_post("/{episode}/v1/chat/completions", partial(self._answer, chat=True))
+            app.router.add_post("/{episode}/v1/completions", partial(self._answer, chat=False))
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             self._port = runner.addresses[0][1]
             self._runner = runner
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        def text_of(body: Mapping[str, Any], session: _Session) -> str:
-            messages = plain_messages(body.get("messages"), session.tool_replies)
-            options = {"tools": body.get("tools"), "tokenize": False, "add_generation_prompt": True}
-            try:
-                return session.tokenizer.apply_chat_template(messages, **options)
-            except Exception as error:  # templates are programs of the model's makers; the client gets their words
-                raise Refused(f"the chat template refuses these messages: {error}") from error
-
-        return await self._answer(request, text_of, chat=True)
-
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
-        def text_of(body: Mapping[str, Any], session: _Session) -> str:
-            if not isinstance(body.get("prompt"), str):
-                raise Refused("prompt must be one text")
-            return body["prompt"]
-
-        return await self._answer(request, text_of, chat=False)
-
-    async def _answer(self, request: web.Request, text_of: _TextOf, *, chat: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         session = self._sessions.get(request.match_info["episode"])
         try:
             if session is None:
@@ -208,7 +187,7 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 raise Refused(f"n={body['n']!r} is not supported")
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             stop = body.get("stop") or []
-            text = text_of(body, session)
+            text = _chat_text(body, session) if chat else _plain_text(body)
             stops = [stop] if isinstance(stop, str) else stop
             output, used = await session.complete(text, limit, stops, chat=chat)
         except (Refused, AgentError, json.JSONDecodeError) as error:
@@ -228,6 +207,21 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         for line in stream_lines(reply, body.get("stream_options")):
             await response.write(line.encode())
         return response
+
+
+def _chat_text(body: Mapping[str, Any], session: _Session) -> str:
+    messages = plain_messages(body.get("messages"), session.tool_replies)
+    options = {"tools": body.get("tools"), "tokenize": False, "add_generation_prompt": True}
+    try:
+        return session.tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # templates are programs of the model's makers; the client gets their words
+        raise Refused(f"the chat template refuses these messages: {error}") from error
+
+
+def _plain_text(body: Mapping[str, Any]) -> str:
+    if not isinstance(body.get("prompt"), str):
+        raise Refused("prompt must be one text")
+    return body["prompt"]
 
 
 def _error(status: int, kind: str, error: Exception) -> web.Response:
