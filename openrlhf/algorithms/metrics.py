@@ -90,17 +90,15 @@ class MetricSum:
 
     def merge(self, later: MetricSum) -> MetricSum:
         """A new sum of both."""
-        merged = MetricSum(self._entries)
-        for name, entry in later._entries.items():
-            merged.add(name, entry.total, entry.weight, entry.kind)
-        return merged
+        return MetricSum.merged([self, later])
 
     @classmethod
     def merged(cls, parts: Iterable[MetricSum]) -> MetricSum:
         """All parts together (micro-batches, ranks), in the order given."""
         result = cls()
         for part in parts:
-            result = result.merge(part)
+            for name, entry in part._entries.items():
+                result.add(name, entry.total, entry.weight, entry.kind)
         return result
 
     def to_numbers(self) -> MetricSum:

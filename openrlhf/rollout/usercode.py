@@ -60,16 +60,10 @@ def load_user_module(path: str, module_name: str, error_type: type[RolloutError]
 def accepts_keyword(function: Callable[..., Any], name: str) -> bool:
     """Tells whether `function` can be called with the keyword `name` (its own parameter or ``**kwargs``)."""
     try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
+        inspect.signature(function).bind_partial(**{name: None})
+    except (TypeError, ValueError):  # a builtin may have no signature
         return False
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return True
-    parameter = parameters.get(name)
-    return parameter is not None and parameter.kind in (
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
-    )
+    return True
 
 
 async def run_in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
