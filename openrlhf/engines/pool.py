@@ -158,9 +158,9 @@ class EnginePool:
         """Each worker of each engine compares what it holds with the weights in a folder."""
         return self.group.call("compare_weights", folder)
 
-    def shutdown(self, timeout: float = 30.0) -> None:
+    def shutdown(self) -> None:
         """Stop the engines' processes in order."""
-        self.group.call("shutdown", timeout=timeout)
+        self.group.call("shutdown", timeout=30.0)
 
 
 def _combine(name: str, parts: list[dict[str, float]]) -> float:

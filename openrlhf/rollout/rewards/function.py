@@ -61,21 +61,19 @@ class FunctionReward:
         self._batches = BatchCaller(self._where)
 
     @classmethod
-    def from_file(
-        cls, path: str, name: str = "reward_func", module_name: str = "reward_func", **options: Any
-    ) -> FunctionReward:
-        """Loads function `name` from the .py file at `path`, as module `module_name`.
+    def from_file(cls, path: str, module_name: str = "reward_func", **options: Any) -> FunctionReward:
+        """Loads `reward_func` from the .py file at `path`, as module `module_name`.
 
         Raises:
             RewardError: the file is missing or fails to import, or has no such function with three
                 parameters.
         """
         module = load_user_module(path, module_name, RewardError)
-        function = getattr(module, name, None)
+        function = getattr(module, "reward_func", None)
         if function is None:
-            raise RewardError(f"{path} defines no function {name!r}. {_CONTRACT}")
+            raise RewardError(f"{path} defines no function 'reward_func'. {_CONTRACT}")
         if not callable(function):
-            raise RewardError(f"{path}: {name} is a {type(function).__name__}, not a function. {_CONTRACT}")
+            raise RewardError(f"{path}: reward_func is a {type(function).__name__}, not a function. {_CONTRACT}")
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
@@ -84,14 +82,16 @@ class FunctionReward:
             foreign = [parameter for parameter in signature.parameters if parameter in _FOREIGN_PARAMETERS]
             if len(foreign) > 1:  # one alone may be a name that somebody chose
                 raise RewardError(
-                    f"{path}: {name}{signature} has the parameters of verl's compute_score ({', '.join(foreign)}), "
-                    f"which scores one response, and would get lists of queries, prompts and labels. {_FROM_VERL}"
+                    f"{path}: reward_func{signature} has the parameters of verl's compute_score "
+                    f"({', '.join(foreign)}), which scores one response, and would get lists of queries, prompts and "
+                    f"labels. {_FROM_VERL}"
                 )
             try:
                 signature.bind([], [], [])
             except TypeError as error:
                 raise RewardError(
-                    f"{path}: {name}{signature} can't be called with (queries, prompts, labels): {error}. {_CONTRACT}"
+                    f"{path}: reward_func{signature} can't be called with (queries, prompts, labels): {error}. "
+                    f"{_CONTRACT}"
                 ) from error
         return cls(function, path, **options)
 
