@@ -107,6 +107,7 @@ def normalize(command: str, config: Any, explicit: frozenset[str]) -> tuple[Any,
             changer.fill(flag, getattr(cfg, leader), f"as --{leader}")
         _rewards(changer, cfg)
         _lengths(changer, cfg)
+        _stops(changer, cfg)
         _correction(changer, cfg)
         _critic(changer, cfg)
         _batches(changer, cfg)
@@ -115,6 +116,9 @@ def normalize(command: str, config: Any, explicit: frozenset[str]) -> tuple[Any,
         _placement(changer, cfg)
         _micro_batches(changer, cfg)
         _algorithm(changer, cfg)
+    if isinstance(cfg, TrainerOptions):
+        for text in unread_flags(cfg, changer.explicit):
+            changer.note(text)
     if isinstance(cfg, DeepSpeedOptions):
         _moved_state(changer, cfg)
     _attention(changer)
@@ -193,6 +197,11 @@ def _rewards(changer: _Changer, cfg: PPOConfig) -> None:
         if cfg.advantage_estimator == "gae" and not cfg.critic_pretrain:
             note += ". The critic starts from --pretrain; to start from the reward model, --critic_pretrain names it"
         changer.set("reward_pretrain", None, f"--{source}", note)
+
+
+def _stops(changer: _Changer, cfg: PPOConfig) -> None:
+    if any("\\n" in text for text in cfg.stop_strings or ()):
+        changer.note("--stop_strings has a backslash followed by n, which is not a line break; in a shell write $'\\n'")
 
 
 def _lengths(changer: _Changer, cfg: PPOConfig) -> None:
@@ -389,8 +398,6 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         changer.note("--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL")
     elif not cfg.use_kl_loss and cfg.kl_estimator != "k1":
         changer.note(f"--kl_estimator {cfg.kl_estimator} is meant for --use_kl_loss; in the reward use k1")
-    for text in unread_flags(cfg, changer.explicit):
-        changer.note(text)
 
 
 def _attention(changer: _Changer) -> None:

@@ -1,32 +1,69 @@
-"""Flags of train_ppo_ray that someone changed although nothing reads them beside the others: told, never refused."""
+"""Flags that someone changed although nothing reads them beside the others: told, never refused."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from openrlhf.config.commands import PPOConfig
-from openrlhf.config.flag import flag_specs
+from openrlhf.config.commands import PPOConfig, TrainerOptions
+from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import ESTIMATORS, WHITENED_ESTIMATORS, ActorCriticOptions
+from openrlhf.config.options_ppo import NO_METRIC
 
 _CORRECTION = ("vllm_is_correction_type", "vllm_is_truncated_threshold", "vllm_is_correction_gating")
 _GSPO = "gspo takes its ratio against the engine's log-probs and has no weight to bound"
 _CRITIC = tuple(name for name in flag_specs(ActorCriticOptions) if name.startswith("critic_"))
+_MUON = tuple(name for name in flag_specs(PPOConfig) if name.startswith("muon_"))
 _CRITIC_SIZE = ("critic_num_nodes", "critic_num_gpus_per_node")
 
 
-def unread_flags(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def unread_flags(cfg: TrainerOptions, explicit: Collection[str]) -> Iterator[str]:
     """A sentence for each reason; of a completed configuration, of which someone gave the `explicit` flags."""
-    specs = flag_specs(PPOConfig)
+    specs = flag_specs(type(cfg))
     given = {name for name in explicit if getattr(cfg, name) != specs[name].default}
-    for names, reason in (*_of_advantages(cfg), *_of_losses(cfg, explicit)):
+    reasons = [*_of_training(cfg)]
+    if isinstance(cfg, PPOConfig):
+        reasons += [*_of_advantages(cfg), *_of_losses(cfg, explicit), *_of_batches(cfg)]
+    for names, reason in reasons:
         changed = [f"--{name}" for name in names if name in given]
         if changed:
             yield f"{', '.join(changed)} {'changes' if len(changed) == 1 else 'change'} nothing: {reason}"
+    if not isinstance(cfg, PPOConfig):
+        return
     if {"eps_clip", "eps_clip_low_high"} <= set(explicit):
         yield "--eps_clip changes nothing: --eps_clip_low_high gives both sides of the range"
     if cfg.policy_loss_type == "gspo" and cfg.enable_vllm_is_correction:
         for name in sorted(given & {"use_icepop", "vllm_is_correction_level", "vllm_is_correction_mode"}):
             yield f"--{name} does no more than --enable_vllm_is_correction: {_GSPO}"
+
+
+def _of_training(cfg: TrainerOptions) -> Iterator[tuple[tuple[str, ...], str]]:
+    if cfg.lora_rank == 0:
+        yield ("lora_alpha", "lora_dropout", "target_modules"), "--lora_rank 0 trains all weights, without adapters"
+    if "muon" not in (cfg.optim, flag_value(cfg, "critic_optim")):
+        yield _MUON, "--optim is adam"
+    if flag_value(cfg, "advantage_estimator") == "gae" and flag_value(cfg, "critic_optim") != "muon":
+        yield tuple(f"critic_{name}" for name in _MUON), "--critic_optim is adam"
+    if not cfg.gradient_checkpointing:
+        names = ("gradient_checkpointing_every", "gradient_checkpointing_use_reentrant")
+        yield names, "--gradient_checkpointing is off"
+    if not cfg.use_wandb:
+        yield ("wandb_org", "wandb_group", "wandb_project"), "--use_wandb is off"
+    if cfg.save_steps < 0 and not _keeps_the_best(cfg):
+        yield ("save_hf_ckpt",), "--save_steps N writes checkpoints"
+
+
+def _keeps_the_best(cfg: TrainerOptions) -> bool:
+    evaluates = isinstance(cfg, PPOConfig) and cfg.eval_dataset and (cfg.eval_steps > 0 or cfg.eval_before_train)
+    return bool(evaluates) and flag_value(cfg, "best_metric_key") != NO_METRIC
+
+
+def _of_batches(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    if cfg.use_dynamic_batch:
+        sizes = ("micro_train_batch_size", "micro_rollout_batch_size")
+        yield sizes, "--use_dynamic_batch fills micro-batches up to --train_max_tokens_per_gpu"
+    else:
+        tokens = ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu")
+        yield tokens, "micro-batches count samples without --use_dynamic_batch"
 
 
 def _of_advantages(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -366,6 +366,54 @@ class TestEvaluation:
         assert (steps, notes) == (-1, "nothing is evaluated: --load_rollouts starts no engines")
 
 
+UNREAD = [
+    ("--lora_alpha 32 --target_modules q_proj", "--lora_alpha, --target_modules change nothing: --lora_rank 0"),
+    ("--lora_alpha 32 --lora_rank 8", ""),
+    ("--muon_lr 0.1 --muon_ns_steps 4", "--muon_lr, --muon_ns_steps change nothing: --optim is adam"),
+    ("--muon_lr 0.1 --optim muon", ""),
+    ("--gradient_checkpointing_every 2", "--gradient_checkpointing_every changes nothing: --gradient_checkpointing is"),
+    ("--gradient_checkpointing_every 2 --gradient_checkpointing", ""),
+    ("--wandb_project x", "--wandb_project changes nothing: --use_wandb is off"),
+    ("--save_hf_ckpt", "--save_hf_ckpt changes nothing: --save_steps N writes checkpoints"),
+    ("--save_hf_ckpt --save_steps 5", ""),
+]
+
+
+@pytest.mark.parametrize("command", ["train_sft", "train_dpo", PPO])
+@pytest.mark.parametrize(("flags", "told"), UNREAD)
+def test_flags_that_no_training_reads_are_told(command: str, flags: str, told: str) -> None:
+    notes = [note for note in parsed(command, *flags.split()).notes if " nothing: " in note]
+    assert [note[: len(told)] for note in notes] == ([told] if told else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--use_dynamic_batch --micro_train_batch_size 2 --micro_rollout_batch_size 2",
+            "--micro_train_batch_size, --micro_rollout_batch_size change nothing: --use_dynamic_batch fills",
+        ),
+        ("--train_max_tokens_per_gpu 8192", "--train_max_tokens_per_gpu changes nothing: micro-batches count samples"),
+        ("--rollout_max_tokens_per_gpu 8192", "--rollout_max_tokens_per_gpu changes nothing: micro-batches count"),
+        ("--use_dynamic_batch --train_max_tokens_per_gpu 8192", ""),
+        ("--muon_lr 0.1 --critic_optim muon --critic_muon_lr 0.2", ""),
+        ("--critic_muon_lr 0.2", "--critic_muon_lr changes nothing: --critic_optim is adam"),
+        ("--save_hf_ckpt --eval_dataset a/b --eval_steps 5", ""),
+        ("--save_hf_ckpt --eval_dataset a/b --eval_steps 5 --best_metric_key none", "--save_hf_ckpt changes nothing"),
+    ],
+)
+def test_flags_that_no_ppo_run_reads_are_told(flags: str, told: str) -> None:
+    flags += " --advantage_estimator gae"
+    notes = [note for note in parsed(PPO, *flags.split()).notes if " nothing: " in note]
+    assert [note[: len(told)] for note in notes] == ([told] if told else [])
+
+
+def test_stop_strings_in_single_quotes() -> None:
+    notes = parsed(PPO, "--stop_strings", r"\n\n", "</s>").notes
+    assert [note for note in notes if note.startswith("--stop_strings has a backslash followed by n")]
+    assert not [note for note in parsed(PPO, "--stop_strings", "\n\n").notes if "--stop_strings" in note]
+
+
 class TestOthers:
     def test_templates(self) -> None:
         for command in (PPO, "train_sft", "train_rm", "batch_inference"):
