@@ -273,20 +273,24 @@ async def _single_turn_episode(
     result = await generate_checked(engine, prompt, sampling, item.placed, name)
     response = list(result.token_ids)
     end = response_end(response, result.finish_reason, spec.stop_ids(sampling), sampling.ignore_eos)
-    around = (len(prompt), len(response) - end.length)  # tokens that are no actions
-    versions = np.broadcast_to(result.weight_version, len(response))[: end.length]
+    total, actions = len(prompt) + len(response), slice(len(prompt), len(prompt) + end.length)
+    mask = np.zeros(total, dtype=np.bool_)
+    mask[actions] = True
+    versions = np.full(total, -1, dtype=np.int32)
+    versions[actions] = np.broadcast_to(result.weight_version, len(response))[: end.length]
     logprobs = None
-    if sampling.logprobs:
-        logprobs = np.pad(np.asarray(result.logprobs, dtype=np.float32)[: end.length], around)
+    if sampling.logprobs and result.logprobs is not None:
+        logprobs = np.zeros(total, dtype=np.float32)
+        logprobs[actions] = result.logprobs[: end.length]
     text = reward_text(spec.tokenizer, prompt, response[: end.length], eos_ids=spec.eos_ids)
     trajectory = Trajectory(
         prompt_id=item.prompt_id,
         group_id=item.group_id,
         sample_index=index,
         token_ids=np.array([*prompt, *response], dtype=np.int32),
-        action_mask=np.pad(np.ones(end.length, dtype=np.bool_), around),
+        action_mask=mask,
         logprobs=logprobs,
-        weight_version=np.pad(versions.astype(np.int32), around, constant_values=-1),
+        weight_version=versions,
         finish_reason=end.finish_reason,
         truncated=end.truncated,
         metadata={**item.metadata, "prompt": item.text, "label": item.label, "response": text},
