@@ -62,18 +62,15 @@ class PreferenceTrainer(SupervisedTrainer):
     def evaluate(self) -> dict[str, float]:
         """Means over all rows of the evaluation data, each row once."""
         metrics = MetricSum()
-        for start in range(0, len(self.eval_data), BLOCK):
-            rows = range(start, min(start + BLOCK, len(self.eval_data)))
 
-            def losses_of(batch: MicroBatch, rows: range = rows) -> Tensor:
-                members = positions(batch, self.sequences_per_row)
-                outputs = self.engine(batch)
-                if not members:
-                    return outputs[0].new_zeros(0)
-                return self.row_losses([rows[i] for i in members], batch, outputs, metrics)
+        def losses_of(batch: MicroBatch) -> Tensor:
+            rows = positions(batch, self.sequences_per_row)
+            outputs = self.engine(batch)
+            return self.row_losses(rows, batch, outputs, metrics) if rows else outputs[0].new_zeros(0)
 
-            for batch in micro_batches(self.eval_data, self._groups(rows), self.engine, self.limits):
-                self.backoff.forward(batch, losses_of)
+        groups = self._groups(range(len(self.eval_data)))
+        for batch in micro_batches(self.eval_data, groups, self.engine, self.limits, BLOCK):
+            self.backoff.forward(batch, losses_of)
         values = reduce_metrics(metrics)
         return {shown: values[name] for name, shown in self.eval_names.items() if name in values}
 

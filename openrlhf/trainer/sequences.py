@@ -70,24 +70,34 @@ def own_plan(lengths: Sequence[int], engine: TrainEngine, limits: Limits) -> lis
 
 
 def micro_batches(
-    sequences: Sequences, groups: Sequence[Sequence[int]], engine: TrainEngine, limits: Limits
+    sequences: Sequences,
+    groups: Sequence[Sequence[int]],
+    engine: TrainEngine,
+    limits: Limits,
+    block: int | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's share of some groups of equally many sequences, on its device; as many micro-batches on every rank.
+
+    Args:
+        block: so many groups are planned at a time; None = all.
 
     Yields:
         Sequences of groups one after another, numbered through all ``groups`` (see :func:`positions`), with the
         column ``mask``.
     """
-    lengths = [int(sequences.lengths[list(group)].sum()) for group in groups]
-    for members in own_plan(lengths, engine, limits):
-        parts = sequences.fetch([index for i in members for index in groups[i]])
-        batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
-        if parts:
-            numbers = [len(groups[i]) * i + place for i in members for place in range(len(groups[i]))]
-            batch = replace(batch, sequence_index=torch.tensor(numbers))
-        else:
-            batch = replace(batch, columns={"mask": torch.zeros(batch.num_tokens, dtype=torch.bool)})
-        yield engine.place(batch)
+    for start in range(0, len(groups), block or max(1, len(groups))):
+        planned = groups[start : start + block] if block else groups
+        lengths = [int(sequences.lengths[list(group)].sum()) for group in planned]
+        for members in own_plan(lengths, engine, limits):
+            parts = sequences.fetch([index for i in members for index in planned[i]])
+            batch = pack([ids for ids, _ in parts], {"mask": [mask for _, mask in parts]}, range(len(parts)))
+            if parts:
+                size = len(groups[0])
+                numbers = [size * (start + i) + place for i in members for place in range(size)]
+                batch = replace(batch, sequence_index=torch.tensor(numbers))
+            else:
+                batch = replace(batch, columns={"mask": torch.zeros(batch.num_tokens, dtype=torch.bool)})
+            yield engine.place(batch)
 
 
 def positions(batch: MicroBatch, group: int) -> list[int]:
@@ -111,15 +121,13 @@ def all_answer_logprobs(
     engine = backoff.engine
     sums = torch.zeros(len(indices), dtype=torch.float64)
     told = time.monotonic()
-    for start in range(0, len(indices), BLOCK):
-        if time.monotonic() - told > _TELL_AFTER_S:
-            told = time.monotonic()
-            logger.info("log-probs: %d of %d sequences", start, len(indices))
-        groups = [(int(index),) for index in indices[start : start + BLOCK]]
-        for batch in micro_batches(sequences, groups, engine, limits):
-            values = backoff.forward(batch, lambda part: answer_logprobs(part, engine(part).logprobs))
-            if members := positions(batch, 1):
-                sums[[start + i for i in members]] = values.cpu()
+    for batch in micro_batches(sequences, [(int(index),) for index in indices], engine, limits, BLOCK):
+        values = backoff.forward(batch, lambda part: answer_logprobs(part, engine(part).logprobs))
+        if members := positions(batch, 1):
+            sums[members] = values.cpu()
+            if time.monotonic() - told > _TELL_AFTER_S:
+                told = time.monotonic()
+                logger.info("log-probs: %d of %d sequences", members[0] // BLOCK * BLOCK, len(indices))
     if world.size > 1:
         dist.all_reduce(sums)  # each sequence was on one rank (or several that share one), and is 0 on the others
     return sums / engine.data_copies
