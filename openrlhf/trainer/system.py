@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,7 +73,6 @@ class PPOSystem:
         # Frozen models first: they only drop their copies.
         self._models = [group for group in (self.ref, self.reward, self.critic, self.actor) if group]
         self.memory = SharedMemory(self.cfg, self._models)
-        self._weight_bytes: int | None = None
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -113,7 +113,7 @@ class PPOSystem:
         logprobs = self.actor.call("probe", list(probe))[0]
         with _timed(timings, "room"):
             if self.cfg.deepspeed_enable_sleep:
-                self.memory.make_room(self._engine_weights())
+                self.memory.make_room(self._engine_weights)
         with _timed(timings, "wake"):
             if self.cfg.vllm_enable_sleep:
                 self.engines.wake(["kv_cache"])
@@ -137,10 +137,10 @@ class PPOSystem:
             self.actor.call("write_weights", str(folder.absolute()))
             return self.engines.compare_weights(str(folder.absolute()))
 
+    @cached_property
     def _engine_weights(self) -> int:
-        if self._weight_bytes is None:
-            self._weight_bytes = int(self.actor.call("weight_bytes")[0]) // self.engines.workers_per_engine
-        return self._weight_bytes
+        """Bytes of weights that an engine holds on each GPU."""
+        return int(self.actor.call("weight_bytes")[0]) // self.engines.workers_per_engine
 
     def close(self) -> None:
         """End all processes and leave the cluster; safe to call at any time."""
