@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from openrlhf.rollout.protocol import PlacedImage
 from openrlhf.rollout.rewards import RewardClient, RewardRequest, RewardResult, make_reward_source
 from openrlhf.rollout.rewards.base import as_list, finite_number
 from openrlhf.rollout.text import end_of_sequence_ids, reward_text
-from openrlhf.rollout.usercode import call_user_code
+from openrlhf.rollout.usercode import run_in_thread
 from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.first_ids import first_ids, last_ids
 from openrlhf.utils.images import ImageError
@@ -207,7 +207,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
                 "label": label,
                 "sampling_params": sampling_params,
             }
-            result = _checked_step(await call_user_code(agent.step, state, seconds=None), where)
+            result = _checked_step(await _call(agent.step, state), where)
             feedback = result["environment_feedback"] or ""
             new = await _new_images(result.get("environment_images"), episode, llm_engine, where)
             if new:
@@ -238,7 +238,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         return instance
 
     async def _first_observation(self, agent: AgentInstanceBase, prompt: str, label: Any, where: str) -> str:
-        states = await call_user_code(agent.reset, {"observation": prompt, "label": label}, seconds=None)
+        states = await _call(agent.reset, {"observation": prompt, "label": label})
         if not isinstance(states, Mapping) or not isinstance(states.get("observation"), str):
             got = f"a dict with {sorted(map(str, states))}" if isinstance(states, Mapping) else type(states).__name__
             raise AgentError(f'{where}.reset() returned {got}; return a dict with "observation": text')
@@ -391,3 +391,12 @@ def _take_step(episode: Episode, result: Mapping[str, Any], action_text: str, fe
     episode.extra_logs = result.get("extra_logs")
     episode.text += action_text + feedback
     return bool(as_list(result["done"])[0])
+
+
+async def _call(method: Callable[[dict[str, Any]], Any], argument: dict[str, Any]) -> Any:
+    """Calls `reset` or `step`, in the episode's own task: what one opens (an MCP client), another may close.
+
+    A plain function runs in a thread, so that it can't hold up other episodes.
+    """
+    value = method(argument) if inspect.iscoroutinefunction(method) else await run_in_thread(method, argument)
+    return await value if inspect.isawaitable(value) else value

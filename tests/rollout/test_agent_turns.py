@@ -107,6 +107,24 @@ def test_turns_have_all_the_room_and_max_tokens_only_reserves_some_for_the_first
     assert [s.max_tokens for s in engine.sampling] == Looking.seen == [63, 58]
 
 
+def test_an_environment_may_close_in_step_what_it_opened_in_reset() -> None:
+    """Clients of tools want to be closed in the task that opened them."""
+
+    class Connected(AgentInstanceBase):
+        tasks: list[Any] = []
+
+        async def reset(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            self.tasks.append(asyncio.current_task())
+            return states
+
+        async def step(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            self.tasks.append(asyncio.current_task())
+            return step(1.0, done=True)
+
+    one(MultiTurnAgentExecutor(Connected), ScriptedEngine([[A, EOS]]))
+    assert len(Connected.tasks) == 2 and len(set(Connected.tasks)) == 1
+
+
 def test_an_executor_may_limit_its_turns() -> None:
     _, cls = scripted(step(0.0, "c"), step(1.0), step(1.0, done=True))
     engine = ScriptedEngine(lambda ids, sampling: ([A] * 9, "length"))
