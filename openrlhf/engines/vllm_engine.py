@@ -18,9 +18,12 @@ from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.group import Group, PromptItem
 from openrlhf.rollout.protocol import GenerationResult, PlacedImage, SamplingParams
 from openrlhf.rollout.rewards import RewardClient
+from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.process import redirect_output, resident_bytes, unlink_shared_resources
 
 if TYPE_CHECKING:
+    from pydantic import ValidationError
+
     from openrlhf.engines.weight_sync.compare import Comparison
 
 
@@ -33,6 +36,17 @@ def _prepare_process(spec: EngineSpec, visible_devices: str | None) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_devices
+
+
+class RefusedByVLLM(ExplainedError, ValueError):
+    """What an engine is asked for does not go with the model, or not with vLLM."""
+
+
+def refusal(error: ValidationError) -> RefusedByVLLM:
+    """What vLLM's checks of its arguments say. Their own error can't travel through Ray."""
+    told = "; ".join(part["msg"] for part in error.errors())
+    hint = " (its max_model_len is --max_len)" if "max_model_len" in told else ""
+    return RefusedByVLLM(f"vLLM refuses the engine{hint}: {told}")
 
 
 UNSYNCED = "default"
@@ -58,9 +72,11 @@ class VLLMEngine:
         """Load the model and what rollouts need (reward functions, agents).
 
         Raises:
+            RefusedByVLLM: the arguments don't go together, or not with the model.
             Exception: whatever vLLM raises when the model can't be served; the actor's log has the details.
         """
         # Imported here, not at the top: the environment above must be set first, and only this process pays.
+        from pydantic import ValidationError
         from vllm import AsyncEngineArgs
         from vllm.config import WeightTransferConfig
         from vllm.usage.usage_lib import UsageContext
@@ -69,7 +85,10 @@ class VLLMEngine:
         transfer = WeightTransferConfig(backend=self.spec.weight_transport)
         engine_args = AsyncEngineArgs(**self.spec.arguments, weight_transfer_config=transfer)
         # As for offline inference: many sequences at once matter more here than the latency of one.
-        self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+        try:
+            self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+        except ValidationError as error:
+            raise refusal(error) from None  # as a cause it would be pickled, too
         self._episodes = episode_spec(cfg)
 
     # --- generation ------------------------------------------------------------------------------------------------

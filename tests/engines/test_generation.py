@@ -9,15 +9,19 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+from ray import cloudpickle
 from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput
 
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
+from openrlhf.config import PPOConfig
 from openrlhf.engines import pool
 from openrlhf.engines.pool import EnginePool, GroupCalls
-from openrlhf.engines.vllm_engine import UNSYNCED, VLLMEngine, _token_versions
+from openrlhf.engines.spec import EngineSpec, model_arguments
+from openrlhf.engines.vllm_engine import UNSYNCED, RefusedByVLLM, VLLMEngine, _token_versions
 from openrlhf.rollout.group import PromptItem
 from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.utils.tiny_model import make_tiny_model
 
 
 class Span(NamedTuple):
@@ -147,3 +151,14 @@ def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
         result = asyncio.run(engine.generate([1], sampling))
         assert (result.token_ids, result.logprobs) == ([7, 7, 9], [-0.5, -0.25, -2.0])
         assert asked[-1].flat_logprobs and asked[-1].logprobs == 0
+
+
+def test_what_vllm_refuses_is_told_in_words_that_travel(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    engine = VLLMEngine.__new__(VLLMEngine)
+    arguments = model_arguments(model, "fp32", 100_000, on_cpu=True)
+    engine.spec = EngineSpec(0, arguments, "gloo", str(tmp_path / "log"), {})
+    told = r"vLLM refuses the engine \(its max_model_len is --max_len\): .*max_model_len \(100000\) is greater than"
+    with pytest.raises(RefusedByVLLM, match=told) as caught:
+        asyncio.run(engine.start(PPOConfig()))
+    assert str(cloudpickle.loads(cloudpickle.dumps(caught.value))) == str(caught.value)
