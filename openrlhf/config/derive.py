@@ -11,6 +11,7 @@ from openrlhf.config.commands import PPOConfig, TrainerOptions
 from openrlhf.config.datasource import parse_sources
 from openrlhf.config.flag import flag_value
 from openrlhf.config.options_model import DeepSpeedOptions
+from openrlhf.config.options_ppo import NO_METRIC
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,14 @@ def _derive_ppo(cfg: PPOConfig, num_rows: int | None) -> Derived:
         gpus=gpus,
         total_gpus=total_gpus,
     )
+
+
+def writes_checkpoints(cfg: TrainerOptions) -> bool:
+    """Whether a run writes any: every so many steps, or a PPO run the best by its evaluations."""
+    if cfg.save_steps > 0:
+        return True
+    evaluates = isinstance(cfg, PPOConfig) and cfg.eval_dataset and (cfg.eval_steps > 0 or cfg.eval_before_train)
+    return bool(evaluates) and flag_value(cfg, "best_metric_key") != NO_METRIC
 
 
 def frozen_rollouts(cfg: PPOConfig) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from openrlhf.config.commands import PPOConfig, TrainerOptions
+from openrlhf.config.derive import writes_checkpoints
 from openrlhf.config.flag import flag_specs, flag_value
 from openrlhf.config.options_algorithm import ESTIMATORS, WHITENED_ESTIMATORS, ActorCriticOptions
-from openrlhf.config.options_ppo import NO_METRIC
 
 _CORRECTION = ("vllm_is_correction_type", "vllm_is_truncated_threshold", "vllm_is_correction_gating")
 _GSPO = "gspo takes its ratio against the engine's log-probs and has no weight to bound"
@@ -48,13 +48,8 @@ def _of_training(cfg: TrainerOptions) -> Iterator[tuple[tuple[str, ...], str]]:
         yield names, "--gradient_checkpointing is off"
     if not cfg.use_wandb:
         yield ("wandb_org", "wandb_group", "wandb_project"), "--use_wandb is off"
-    if cfg.save_steps < 0 and not _keeps_the_best(cfg):
+    if not writes_checkpoints(cfg):
         yield ("save_hf_ckpt",), "--save_steps N writes checkpoints"
-
-
-def _keeps_the_best(cfg: TrainerOptions) -> bool:
-    evaluates = isinstance(cfg, PPOConfig) and cfg.eval_dataset and (cfg.eval_steps > 0 or cfg.eval_before_train)
-    return bool(evaluates) and flag_value(cfg, "best_metric_key") != NO_METRIC
 
 
 def _of_batches(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:

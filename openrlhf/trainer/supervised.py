@@ -28,6 +28,7 @@ from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
 from openrlhf.utils.process import seed_process
 from openrlhf.workers.backoff import SUPERVISED_ADVICE, MemoryBackoff
+from openrlhf.workers.checkpoint_writes import check_places
 from openrlhf.workers.deepspeed_engine import SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, gather_objects, init_distributed, shutdown
 from openrlhf.workers.optimizer import optimizer_spec
@@ -48,6 +49,8 @@ def run_command(cfg: SupervisedConfig, train: Callable[[Any, World], None]) -> i
     """
     try:
         world = init_distributed(cfg.local_rank)
+        if world.is_first:
+            check_places(cfg)
         seed_process(cfg.seed, cfg.full_determinism)
         train(cfg, world)
     except ExplainedError as error:

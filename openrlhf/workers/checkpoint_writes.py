@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -11,6 +12,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from openrlhf.config.commands import TrainerOptions
+from openrlhf.config.derive import writes_checkpoints
+from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.distributed import raise_together
 
 _TORCH_WRITER = ("inline_container.cc", "PytorchStreamWriter", "unexpected pos", "iostream error", "Parent directory")
@@ -45,6 +49,27 @@ def write_problem(error: Exception, folder: str | Path) -> str:
 
 def _existing(path: Path) -> Path:
     return path if path.exists() else _existing(path.absolute().parent)
+
+
+def check_places(cfg: TrainerOptions) -> None:
+    """Before anything is trained, on the rank that writes: a path that was mistyped must not show at the end.
+
+    Raises:
+        CheckpointError: a folder that the run will write to can't be written to; names the flag.
+    """
+    places = {"save_path": cfg.save_path}
+    if writes_checkpoints(cfg):
+        places["ckpt_path"] = cfg.ckpt_path
+    for flag, folder in places.items():
+        path = Path(folder).absolute()
+        try:
+            # in the folder, and beside it: there new ones are made, and moved when they are complete
+            for place in dict.fromkeys((_existing(path), _existing(path.parent))):
+                tempfile.TemporaryDirectory(prefix=".openrlhf-", dir=place).cleanup()
+        except OSError as error:
+            told = f"--{flag} {folder} can't be written to, or not beside it, where its folders are made"
+            problem = f"{told}: {error}. Choose another"
+            raise CheckpointError(problem) from error
 
 
 class Writes:

@@ -225,11 +225,14 @@ class PolicyWorker(TrainedWorker):
         from openrlhf.models.loading import load_causal_lm
         from openrlhf.models.logprobs import PolicyModel
         from openrlhf.models.vision import freeze_visual_encoder
+        from openrlhf.workers.checkpoint_writes import check_places
         from openrlhf.workers.custom_algorithms import load_custom_algorithms
         from openrlhf.workers.deepspeed_engine import TrainEngine
         from openrlhf.workers.objectives import PolicyObjective
         from openrlhf.workers.optimizer import SchedulerSpec, optimizer_spec
 
+        if self.rank == 0:
+            check_places(cfg)
         load_custom_algorithms(cfg)
         self.objective = PolicyObjective(cfg)
         model = load_causal_lm(cfg.model_path, cfg)

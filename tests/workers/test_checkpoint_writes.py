@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from openrlhf.config import PPOConfig, SFTConfig
+from openrlhf.trainer import supervised
+from openrlhf.trainer.supervised import run_command
 from openrlhf.workers import checkpoint_writes, distributed
-from openrlhf.workers.checkpoint_writes import Writes, is_write_failure, write_problem
-from openrlhf.workers.distributed import DistributedError, raise_together
+from openrlhf.workers.checkpoint_files import CheckpointError
+from openrlhf.workers.checkpoint_writes import Writes, check_places, is_write_failure, write_problem
+from openrlhf.workers.distributed import DistributedError, World, raise_together
+from openrlhf.workers.model_worker import PolicyWorker
 
 
 class Saver:
@@ -135,3 +141,45 @@ def test_the_first_rank_with_a_problem_is_told(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(distributed, "any_rank", lambda flag: True)
     with pytest.raises(DistributedError, match="^the test failed on rank 1: disk full$"):
         raise_together(own, "the test")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"save_path": "file"}, "--save_path .*file can't be written to"),
+        ({"save_path": "file/new/model"}, "--save_path .*model can't be written to.*Not a directory"),
+        ({"ckpt_path": "file/new", "save_steps": 5}, "--ckpt_path .*new can't be written to"),
+        ({"ckpt_path": "file/new"}, ""),
+        ({"save_path": "new/model", "ckpt_path": "there/ckpt", "save_steps": 5}, ""),
+    ],
+)
+def test_a_place_that_can_not_be_written_to_is_told_before_training(
+    flags: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "there").mkdir()
+    paths = {key: str(tmp_path / flags.get(key, "there")) for key in ("save_path", "ckpt_path")}
+    cfg = SFTConfig(**{**flags, **paths})
+    with pytest.raises(CheckpointError, match=told) if told else nullcontext():
+        check_places(cfg)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "there"], "nothing stays"
+
+
+def test_every_command_looks_at_its_places_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file/model")
+    with alone():
+        assert run_command(SFTConfig(save_path=place), lambda *_: pytest.fail("it went on")) == 1
+    assert f"error: --save_path {place} can't be written to" in capsys.readouterr().err
+    worker = PolicyWorker.__new__(PolicyWorker)
+    worker.rank = 0
+    with pytest.raises(CheckpointError, match="--save_path .*model can't be written to"):
+        worker._build(PPOConfig(save_path=place), 1)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No process group: this process is all there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised, "init_distributed", lambda _: World(0, 1, 0))
+        yield
