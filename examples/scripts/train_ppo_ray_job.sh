@@ -22,5 +22,11 @@ for name in SMALL EXPLAIN PYTHON OUT MODEL PROMPTS INPUT_KEY LABEL_KEY REWARD HF
   "${!NCCL_@}" "${!GLOO_@}"; do
   if [ -n "${!name:-}" ]; then settings+=("$name=${!name}"); fi
 done
-exec "$RAY" job submit --address "${RAY_DASHBOARD:-http://127.0.0.1:8265}" \
+dashboard=${RAY_DASHBOARD:-http://127.0.0.1:8265}
+if [[ $dashboard =~ ^http://([^/:]+):([0-9]+) ]] &&
+  ! timeout 10 bash -c "exec 3<>/dev/tcp/${BASH_REMATCH[1]}/${BASH_REMATCH[2]}" 2>/dev/null; then
+  echo "error: no Ray dashboard answers at $dashboard; start Ray first (ray start --head), or set RAY_DASHBOARD" >&2
+  exit 1
+fi
+exec "$RAY" job submit --address "$dashboard" \
   -- env "${settings[@]}" bash "$PWD/$script" "$@"

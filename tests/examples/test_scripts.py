@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 from pathlib import Path
 
@@ -78,8 +79,13 @@ def test_a_job_gets_the_settings_of_its_network(tmp_path: Path) -> None:
         "NCCL_IB_HCA": "a b",
         "GLOO_SOCKET_IFNAME": "c",
     }
-    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True, timeout=30)
+    with socket.create_server(("127.0.0.1", 0)) as dashboard:
+        environment["RAY_DASHBOARD"] = address = f"http://127.0.0.1:{dashboard.getsockname()[1]}"
+        done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, check=True, timeout=30)
     sent = done.stdout.splitlines()
+    assert sent[:4] == ["job", "submit", "--address", address]
+    done = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and not done.stdout and f"no Ray dashboard answers at {address}" in done.stderr
     assert sent[sent.index("env") : -2] == ["env", "NCCL_IB_HCA=a b", "GLOO_SOCKET_IFNAME=c"]
 
 
