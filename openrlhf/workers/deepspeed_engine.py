@@ -181,12 +181,13 @@ class TrainEngine:
         return dist.get_rank() // self.data_copies
 
     def place(self, batch: MicroBatch) -> MicroBatch:
-        """A micro-batch on the engine's device.
+        """A micro-batch on the engine's device; one that is on a GPU already was placed before.
 
         Raises:
             UnknownTokenError: the model has no embedding of a token.
         """
-        batch.require_known(self._vocabulary)
+        if batch.input_ids.device.type == "cpu":  # a look at a GPU's waits for all that it has to do
+            batch.require_known(self._vocabulary)
         return batch.to(self.device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from openrlhf.batching import MicroBatch, pack
+from openrlhf.batching.microbatch import UnknownTokenError
 from openrlhf.workers.backoff import cut
+from openrlhf.workers.deepspeed_engine import TrainEngine
 
 
 def batch(*lengths: int) -> MicroBatch:
@@ -53,3 +57,12 @@ def test_images_go_with_their_sequence() -> None:
 def test_a_single_sequence_stays_whole() -> None:
     whole = batch(7)
     assert cut(whole) == [whole]
+
+
+def test_tokens_are_looked_at_before_they_are_placed_and_not_again() -> None:
+    """Trainers place micro-batches, and so does what runs them; to look at tokens of a GPU is to wait for it."""
+    engine: Any = SimpleNamespace(_vocabulary=12, device=torch.device("meta"))  # what can't be looked at at all
+    placed = TrainEngine.place(engine, batch(3, 2))
+    assert TrainEngine.place(engine, placed).input_ids.device.type == "meta"
+    with pytest.raises(UnknownTokenError):
+        TrainEngine.place(engine, batch(3, 3))
