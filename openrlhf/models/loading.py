@@ -208,15 +208,35 @@ def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None) -> I
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    zero = {"stage": 3, "zero_hpz_partition_size": opts.zpg}  # weights keep what they are made with
+    config: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     if opts.param_dtype != "fp32":
         config[opts.param_dtype] = {"enabled": True}
     keep_alive = HfDeepSpeedConfig(config)  # transformers holds only a weak reference
     try:
-        yield
+        with _same_groups():
+            yield
     finally:
         del keep_alive
         unset_hf_deepspeed_config()
+
+
+@contextlib.contextmanager
+def _same_groups() -> Iterator[None]:
+    """The ranks that ``--zpg`` puts together are those of all models; DeepSpeed refuses to group them again."""
+    from deepspeed.utils import groups
+
+    create = groups._create_zero_param_parallel_group
+
+    def create_once(size: int) -> None:
+        if groups._get_zero_param_intra_parallel_group() is None:
+            create(size)
+
+    groups._create_zero_param_parallel_group = create_once
+    try:
+        yield
+    finally:
+        groups._create_zero_param_parallel_group = create
 
 
 def _liger_class() -> Any:

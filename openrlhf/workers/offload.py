@@ -23,6 +23,9 @@ def offload_engine(engine: Any, stage: int) -> None:
         kinds = [kind for kind in OffloadStateTypeEnum if kind != OffloadStateTypeEnum.lp_params]
     with _any_optimizer(engine.optimizer):
         engine.offload_states(include=kinds, pin_memory=True, non_blocking=True)
+    if stage == 3:
+        # The copies of --zpg, which the next pass makes anew, as after a step; those of frozen weights stay.
+        engine.optimizer.invalidate_secondary_tensor()
 
 
 @contextlib.contextmanager

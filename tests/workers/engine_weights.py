@@ -19,6 +19,7 @@ from openrlhf.workers import deepspeed_engine, frozen
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import all_reduce_sum
 from openrlhf.workers.frozen import packed_copies
+from openrlhf.workers.offload import offload_engine
 
 
 def zero3_loading(cases: Cases) -> None:
@@ -290,6 +291,29 @@ def moving_average(cases: Cases) -> None:
                 cases.results[f"average zero{stage} {name}"] = [max(gaps), moved]
 
 
+def second_copies(cases: Cases) -> None:
+    """With --zpg: steps with the states away in between, and how many weights have a copy before and after they leave.
+
+    Of models that are partitioned while they are read there are two, as a policy comes after its reference. Must be the
+    last: DeepSpeed gives such copies to all later engines of a process.
+    """
+    if cases.ranks == 1:
+        return
+    for number, early in enumerate((False, True, True)):
+        engine = cases.engine(zero_stage=3, zpg=2, zero3_init=early)
+        weights: list[Any] = list(engine.module.parameters())
+        figures, copies = [], []
+        for _ in range(3):
+            figures.append(cases.step(engine))
+            cases.weights(engine)  # as a weight sync
+            copies.append(sum(w.ds_secondary_tensor is not None for w in weights))
+            offload_engine(engine._engine, engine._stage)
+            copies.append(sum(w.ds_secondary_tensor is not None for w in weights))
+            engine._engine.reload_states()
+        cases.results[f"zpg {number}"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
+        cases.results[f"zpg {number} copies"] = [copies, len(weights)]
+
+
 PARTS = (
     zero3_loading,
     checkpoints,
@@ -301,4 +325,5 @@ PARTS = (
     inference,
     frozen_parts,
     moving_average,
+    second_copies,
 )

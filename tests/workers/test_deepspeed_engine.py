@@ -227,6 +227,15 @@ def test_a_frozen_model_that_is_spread_over_ranks_leaves_the_device(all_results:
     assert results["frozen same"]
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_copies_of_weights_within_a_node(all_results: dict[int, dict[str, Any]], number: int) -> None:
+    """Models that are partitioned while they are read have them, too, and of trained weights they leave the GPU."""
+    results = all_results[2]
+    copies, weights = results[f"zpg {number} copies"]
+    assert copies == [weights, 0] * 3 and weights > 10
+    assert largest_difference(results[f"zpg {number}"], results["plain"]) < 1e-6
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("run", ["whole", "resumed"])
 def test_moving_average_is_what_is_saved(results: dict[str, Any], stage: int, run: str) -> None:
