@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +57,12 @@ def own_parts(parameter: Tensor) -> list[Tensor]:
     With ``--zpg`` it is also the part of the copy within a node, with ``--load_in_4bit`` the scales (bitsandbytes keeps
     them beside the parameter; with double quantization they have scales of their own).
     """
+    parts: list[Any] = [parameter]
     if is_partitioned(parameter):
         parts = [getattr(parameter, name, None) for name in ("ds_tensor", "ds_secondary_tensor")]
-    else:
-        state = getattr(parameter, "quant_state", None)
-        nested = getattr(state, "state2", None)
-        parts = [parameter, getattr(state, "absmax", None), getattr(nested, "absmax", None)]
+    state = getattr(parameter, "quant_state", None)
+    nested = getattr(state, "state2", None)
+    parts += [getattr(state, "absmax", None), getattr(nested, "absmax", None)]
     return [part for part in parts if isinstance(part, Tensor)]
 
 

@@ -65,3 +65,5 @@ def test_weights_of_four_bits_go_with_their_scales() -> None:
     assert [part.data_ptr() for part in own_parts(weight)] == [t.data_ptr() for t in (weight, outer, inner)]
     weight.quant_state = SimpleNamespace(absmax=outer, state2=None)
     assert [part.data_ptr() for part in own_parts(weight)] == [t.data_ptr() for t in (weight, outer)]
+    weight.ds_id, weight.ds_tensor = 0, torch.zeros(4, dtype=torch.uint8)  # of ZeRO-3, which spreads no scales
+    assert [part.data_ptr() for part in own_parts(weight)] == [t.data_ptr() for t in (weight.ds_tensor, outer)]
