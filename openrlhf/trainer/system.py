@@ -114,6 +114,8 @@ class PPOSystem:
         with _timed(timings, "room"):
             if self.cfg.deepspeed_enable_sleep:
                 self.memory.make_room(self._engine_weights)
+            elif self.cfg.vllm_enable_sleep:
+                self.memory.release()  # what the transfer took, more than a GiB, is cached
         with _timed(timings, "wake"):
             if self.cfg.vllm_enable_sleep:
                 self.engines.wake(["kv_cache"])

@@ -108,6 +108,14 @@ def test_caches_of_training_are_given_back_before_an_engine_takes_its_weights(tm
     assert actor.calls == order
 
 
+def test_what_a_transfer_cached_is_given_back_also_where_models_stay(tmp_path: Path) -> None:
+    cfg = replace(config(tmp_path), vllm_enable_sleep=True, deepspeed_enable_sleep=False)
+    actor = Policy()
+    engines = Engines(actor.calls)
+    PPOSystem(cfg, None, engines, actor, None, None, None).sync_weights([1, 2], 1)  # type: ignore[arg-type]
+    assert actor.calls == ["room", "wake weights", "sync_weights", "probe", "room", "wake kv_cache"]
+
+
 def test_an_engine_that_hangs_is_named_before_the_driver_gives_the_actor_up(tmp_path: Path) -> None:
     """The actor waits for engines as long as the flags say, from some moment on after the driver began to wait."""
     cfg, actor, engines = replace(config(tmp_path), rollout_timeout=70.0), Policy(), Engines([])
