@@ -13,6 +13,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Any
 
+import math_verify
+
 _NUMBER = r"[-+]?(?:\d[\d,]*)?\.?\d+(?:/\d+)?"
 _MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,20})\s+(\d{1,20})/(\d{1,20})(?!\s*\^|[\w.]*\d)")
 # Numbers with blanks between them, which math-verify adds up: "1 2" would be 3.
@@ -96,19 +98,14 @@ def _percents_inside(response: str) -> str:
 
 def _answers_with(form: re.Pattern[str], response: str) -> bool:
     """Tells whether the very answer math-verify finds has the form: with other numbers there, it is another answer."""
-    from math_verify import parse, verify
-
     number = "90173"
     while number in response:
         number += "1"
     probe, changed = form.subn(number, response)
     if not changed:
         return False
-    answer = parse(probe, parsing_timeout=None)
-    return any(
-        verify(parse(f"\\boxed{{{sign}{number}}}", parsing_timeout=None), answer, timeout_seconds=None)
-        for sign in ("", "-")
-    )
+    answer = _parse(probe)
+    return any(_same(_parse(f"\\boxed{{{sign}{number}}}"), answer) for sign in ("", "-"))
 
 
 def _without_modulus(gold: str, found: str) -> tuple[str, str]:
@@ -120,22 +117,25 @@ def _without_modulus(gold: str, found: str) -> tuple[str, str]:
 
 
 def _equal(gold: str, found: str, is_response: bool) -> bool:
-    from math_verify import parse, verify
+    return _same(_parse_gold(gold), _parse(found if is_response else f"\\boxed{{{found}}}"))
 
-    given = parse(found, parsing_timeout=None) if is_response else parse(f"\\boxed{{{found}}}", parsing_timeout=None)
-    return bool(verify(_parse_gold(gold), given, timeout_seconds=None))
+
+def _parse(text: str) -> list[Any]:
+    return math_verify.parse(text, parsing_timeout=None)
+
+
+def _same(gold: list[Any], answer: list[Any]) -> bool:
+    return bool(math_verify.verify(gold, answer, timeout_seconds=None))
 
 
 def _parse_gold(text: str) -> list[Any]:
     """Parses a reference answer. A box takes bare LaTeX whole, where plain text gives its first number only."""
-    from math_verify import parse
-
     marked = "$" in text or "\\boxed" in text
     prose = re.search(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}", re.sub(r"\\text\{[^{}]*\}", "", text))
     if re.match(rf"\s*{_NUMBER}\s", text) and re.search(_VALUE_WORD, text):
         prose = None  # as in "5 divided by seven"
     forms = [text, f"\\boxed{{{text}}}"] if marked or prose else [f"\\boxed{{{text}}}", text]
-    return parse(forms[0], parsing_timeout=None) or parse(forms[1], parsing_timeout=None)
+    return _parse(forms[0]) or _parse(forms[1])
 
 
 def _tidy(text: str) -> str:
@@ -176,8 +176,6 @@ def _is_word(text: str) -> bool:
 
 def main() -> None:
     """Serves requests until the other end of the pipe, whose descriptor is the argument, is closed."""
-    import math_verify  # noqa: F401 - loaded before the first request, whose time is limited
-
     pipe = Connection(int(sys.argv[1]))
     pipe.send(True)
     with contextlib.suppress(EOFError):
