@@ -185,13 +185,11 @@ class Trajectory:
         missing = sorted(required - set(data))
         if unknown or missing:
             raise ValueError(f"not a trajectory record: unknown keys {unknown}, missing keys {missing}")
-        values = dict(data)
-        values["step_rewards"] = tuple((p, v) for p, v in data.get("step_rewards", ()))
-        values["images"] = tuple(
+        images = tuple(
             PlacedImage(offset, length, content if isinstance(content, bytes) else base64.b64decode(content))
             for offset, length, content in data.get("images", ())
         )
-        return cls(**values)
+        return cls(**{**data, "images": images})
 
 
 def _vector(values: Sequence[Any] | npt.NDArray[Any], dtype: type[np.generic], name: str) -> npt.NDArray[Any]:
