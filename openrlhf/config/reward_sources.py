@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from urllib.parse import urlsplit
 
 from openrlhf.config.problems import FlagValueError
 
@@ -56,7 +57,20 @@ def parse_reward_sources(value: str | Sequence[str]) -> dict[str, list[str]]:
             if builtin != place and builtin not in BUILTIN_REWARDS:
                 choices = ", ".join(BUILTIN_PREFIX + known for known in BUILTIN_REWARDS)
                 raise FlagValueError(f"{place!r} is not a reward that is built in", f"it is one of {choices}")
+        for place in filter(is_url, places):
+            _check_url(place)
     return sources
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # reading it checks it
+        problem = "" if parts.hostname else "there is no host"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise FlagValueError(f"{url!r} is no address of a server: {problem}", "write http://host:port/path")
 
 
 def parse_reward_weights(text: str | None, names: Iterable[str]) -> dict[str, float]:
