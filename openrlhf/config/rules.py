@@ -293,7 +293,9 @@ def _check_data(cfg: Any) -> Iterator[Violation]:
 
 
 def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:
-    for flag in ("save_path", "ckpt_path", "run_dir"):
+    for flag in ("save_path", "ckpt_path", "run_dir", "dump_rollouts"):
+        if not getattr(cfg, flag, None):
+            continue
         folder = Path(getattr(cfg, flag)).absolute()
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not existing.is_dir():

@@ -102,7 +102,9 @@ class TestPaths:
         file = write(tmp_path / "file", "")
         assert "is a file" in violations("train_sft", "--save_path", f"{file}/model")["save_path"]
         assert not violations("train_sft", "--save_path", str(tmp_path / "new" / "model"))
+        assert not violations(PPO, "--dump_rollouts", str(tmp_path / "new" / "dump"))
         assert not (tmp_path / "new").exists()  # checked without creating it
+        assert "is a file" in violations(PPO, "--dump_rollouts", f"{file}/dump")["dump_rollouts"]
 
     def test_folder_without_rights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
