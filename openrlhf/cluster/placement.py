@@ -218,5 +218,6 @@ def check_fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> Non
             + f".\nAsked for:\n{plan.describe()}\nThe cluster has:\n{have or '  no nodes'}\n"
             "Ask for fewer devices (--actor_num_gpus_per_node and its kin, --vllm_num_engines), share them "
             "(--colocate_all_models, --colocate_actor_ref), choose a --vllm_tensor_parallel_size that divides the GPUs "
-            "of a node, or add nodes."
+            "of a node, or add nodes. RAY_ADDRESS names the cluster that a run uses; one that it starts for itself has "
+            "this machine only."
         )

@@ -135,8 +135,11 @@ def test_nodes_are_counted_in_whole_engines() -> None:
     check_fits(engines(2, 2), [node, node])
     # one node that is large enough suffices, up to the last device
     check_fits(engines(1, 4), [{"GPU": size, "CPU": 8.0} for size in (2.0, 4.0)])
-    with pytest.raises(PlacementError, match=r"each of 3 engine processes needs 2 devices of one node.*room for 2"):
+    with pytest.raises(
+        PlacementError, match=r"each of 3 engine processes needs 2 devices of one node.*room for 2"
+    ) as e:
         check_fits(engines(3, 2), [node, node])
+    assert "RAY_ADDRESS names the cluster" in str(e.value), "a run on two nodes that found none began its own"
     # of 4 + 2 devices two engines leave 2 to the models, of 3 + 3 as well
     mixed = PlacementPlan((*engines(2, 2).groups, Group((Role("actor", 2),))), "GPU")
     for sizes in ((4, 2), (3, 3)):
