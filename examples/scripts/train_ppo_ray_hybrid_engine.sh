@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # PPO with the hybrid engine: actor, critic, reference and vLLM share the same 8 GPUs, and each sleeps while the
-# others work. Rewards come from a Python function.
+# others work. Rewards come from a Python function. There are as many engines as fill the GPUs: --actor_num_nodes 2 is
+# all that a second node takes.
 #   MODEL=... PROMPTS=... REWARD=... bash examples/scripts/train_ppo_ray_hybrid_engine.sh [more flags]
 # SMALL=1 runs a tiny model on CPUs; EXPLAIN=1 only says what the flags come to.
 set -euo pipefail
