@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from engine_base import ITEMS, PLANS, SCHEDULE, SPEC, TARGETS, Cases, plain_loop, raises
 from model_cases import options, packed
 from torch import Tensor
@@ -19,6 +23,7 @@ from openrlhf.batching import pack
 from openrlhf.models.export import exported_weights
 from openrlhf.models.loading import load_causal_lm, write_hf_folder
 from openrlhf.models.logprobs import PolicyModel
+from openrlhf.workers import deepspeed_engine
 from openrlhf.workers.backoff import MemoryBackoff
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, TrainEngine
 from openrlhf.workers.messages import CUTS
@@ -187,6 +192,26 @@ def states_away(cases: Cases) -> None:
         cases.results[f"{name} away"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
 
 
+def half_precision(cases: Cases) -> None:
+    """fp16, which is for GPUs: this CPU is said to be able to. The gradient of the third of four steps overflows."""
+    for stage in range(4):
+        with (
+            mock.patch.object(CPU_Accelerator, "is_fp16_supported", lambda self: True),
+            # the engine asks before it looks for the device
+            mock.patch.object(deepspeed_engine, "on_gpu", mock.Mock(side_effect=chain([True], repeat(False)))),
+        ):
+            engine = cases.engine(zero_stage=stage, param_dtype="fp16")
+        figures = [cases.step(engine) for _ in range(2)]
+        before = cases.weights(engine)
+        _, overflow = cases.step(engine, lambda loss: loss * 1e9)
+        after = cases.weights(engine)
+        figures.append(cases.step(engine))
+        cases.results[f"steps zero{stage} fp16"] = [[loss, s.grad_norm, s.lr] for loss, s in figures]
+        kept = all(torch.equal(before[name], after[name]) for name in before)
+        cases.results[f"overflow zero{stage}"] = [overflow.skipped, math.isinf(overflow.grad_norm), kept]
+        cases.results[f"skipped zero{stage}"] = sum(s.skipped for _, s in figures)
+
+
 ONE_BROKEN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -293,4 +318,4 @@ def backoff(cases: Cases) -> None:
         runner.accumulate(batches, lambda batch: (engine(batch).logprobs.sum(), MetricSum()))
 
 
-PARTS = (equality, muon, quantized, states_away, poisoned, backoff)
+PARTS = (equality, muon, quantized, states_away, half_precision, poisoned, backoff)

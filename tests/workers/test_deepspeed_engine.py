@@ -79,6 +79,13 @@ def test_bf16_follows_the_plain_loop(results: dict[str, Any], variant: str) -> N
     assert largest_difference(results[f"steps {variant}"], results["plain"]) < 0.02
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_whose_gradient_overflows_in_fp16_is_left_out(results: dict[str, Any], stage: int) -> None:
+    """The weights stay, and so does the place in the learning rate's schedule."""
+    assert results[f"overflow zero{stage}"] == [True, True, True] and results[f"skipped zero{stage}"] == 0
+    assert largest_difference(results[f"steps zero{stage} fp16"], results["plain"]) < 0.01
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", ["tied", "lora"])
 def test_tied_weights_and_adapters_train_alike(results: dict[str, Any], kind: str, stage: int) -> None:
