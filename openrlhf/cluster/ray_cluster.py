@@ -234,7 +234,11 @@ def create_cluster(plan: PlacementPlan, timeout: float) -> Cluster:
 
 
 def _sorted_devices(plan: PlacementPlan, asked: Group, group: PlacementGroup, deadline: float) -> list[Device]:
-    """Ask every bundle where it is, and put neighbours side by side."""
+    """Ask every bundle where it is, and put neighbours side by side.
+
+    Raises:
+        PlacementError: a node started no process in time.
+    """
     probes = [
         _look_around.options(
             num_gpus=asked.bundle_devices if plan.device == "GPU" else 0,
@@ -244,5 +248,11 @@ def _sorted_devices(plan: PlacementPlan, asked: Group, group: PlacementGroup, de
         ).remote()
         for index in range(group.bundle_count)
     ]
-    answers = ray.get(probes, timeout=max(1.0, deadline - time.monotonic()))
+    try:
+        answers = ray.get(probes, timeout=max(1.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError as error:
+        raise PlacementError(
+            f"the devices of group {asked.name!r} are there, but on some of them Ray started no process before the end "
+            "of --start_timeout. See raylet.err in /tmp/ray/session_latest/logs of each node, or give it more time"
+        ) from error
     return [Device(group, *place) for place in order_devices(answers, asked.bundle_devices)]

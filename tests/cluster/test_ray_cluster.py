@@ -6,12 +6,14 @@ import json
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from openrlhf.cluster import ray_cluster
-from openrlhf.cluster.placement import Group, PlacementPlan, Role, order_devices, plan_placement
+from openrlhf.cluster.placement import Group, PlacementError, PlacementPlan, Role, order_devices, plan_placement
 from openrlhf.cluster.ray_cluster import Cluster, Device, forwarded_environment
 from openrlhf.config import PPOConfig
 from openrlhf.utils.process import chosen_threads
@@ -144,3 +146,16 @@ def test_processes_see_gpus_of_the_outer_list_only(colocated: bool, size: int) -
         assert actors == engines and sorted(actors) == ["2", "3", "5", "7"]
     else:
         assert sorted(actors + engines) == ["2", "3", "5", "7"]
+
+
+def test_a_node_that_starts_no_process_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(probes: list[Any], timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError(f"{len(probes)} of {len(probes)} after {timeout} s")
+
+    probe = SimpleNamespace(remote=lambda: None)
+    monkeypatch.setattr(ray_cluster._look_around, "options", lambda **options: probe)
+    monkeypatch.setattr(ray_cluster.ray, "get", late)
+    group = Group((Role("actor", 2),))
+    placed: Any = SimpleNamespace(bundle_count=2)
+    with pytest.raises(PlacementError, match=r"group 'actor' .* --start_timeout"):
+        ray_cluster._sorted_devices(PlacementPlan((group,), "GPU"), group, placed, 0.0)
