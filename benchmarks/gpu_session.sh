@@ -53,7 +53,7 @@ part() {
       run python3 benchmarks/weight_sync.py --work "$work" --gpus "$gpus" --json "$OUT/weight_sync.json" --check \
         $(tr ':' ' ' <<<"${1#weight_sync}") ;;
     parallel) run bash tests/gpu/run.sh -q --timeout 200 tests/gpu/test_{parallel,weight_check}_on_gpu.py ;;
-    tests) run bash tests/gpu/run.sh -v --timeout 400 --durations 10 ;;
+    tests) run bash tests/gpu/run.sh -v --timeout 400 --durations 10 tests/gpu ;;
     e2e) run python3 -m pytest -q --timeout 500 tests/e2e/test_ppo_command.py ;;
     placements*) # placements, placements:CASE:CASE
       run python3 benchmarks/placements.py --gpus "$gpus" --per_gpu "${PER_GPU:-1}" --steps "${STEPS:-40}" \
