@@ -197,7 +197,7 @@ def resolve_attention(requested: str, packing: bool) -> str:
 
 
 @contextlib.contextmanager
-def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None) -> Iterator[None]:
+def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None, offload: bool) -> Iterator[None]:
     """Make transformers partition parameters while it loads them, for models too big to load whole on each rank."""
     folder = Path(path)
     size = sum(f.stat().st_size for pattern in WEIGHT_FILES for f in folder.glob(pattern)) if folder.is_dir() else 0
@@ -208,7 +208,9 @@ def _zero3_loading(path: str, opts: EngineModelOptions, force: bool | None) -> I
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    zero = {"stage": 3, "zero_hpz_partition_size": opts.zpg}  # weights keep what they are made with
+    # weights keep what they are made with: the engine's configuration comes too late
+    device = "cpu" if offload else "none"
+    zero = {"stage": 3, "zero_hpz_partition_size": opts.zpg, "offload_param": {"device": device}}
     config: dict[str, Any] = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
     if opts.param_dtype != "fp32":
         config[opts.param_dtype] = {"enabled": True}
@@ -251,6 +253,7 @@ def _from_pretrained(
     config: PretrainedConfig,
     opts: EngineModelOptions,
     zero3_init: bool | None,
+    offload: bool,
     **extra: Any,
 ) -> tuple[PreTrainedModel, set[str]]:
     """The model and the names of the weights that its folder lacks."""
@@ -265,7 +268,7 @@ def _from_pretrained(
     if opts.experts_implementation is not None:
         extra["experts_implementation"] = opts.experts_implementation
     try:
-        with _zero3_loading(path, opts, zero3_init), _no_load_report():
+        with _zero3_loading(path, opts, zero3_init, offload), _no_load_report():
             model, info = auto_class.from_pretrained(
                 path,
                 config=config,
@@ -310,7 +313,12 @@ def _prepare_training(model: PreTrainedModel, opts: EngineModelOptions, task: st
 
 
 def load_causal_lm(
-    path: str, opts: EngineModelOptions, *, trainable: bool = True, zero3_init: bool | None = None
+    path: str,
+    opts: EngineModelOptions,
+    *,
+    trainable: bool = True,
+    zero3_init: bool | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """Load a causal language model.
 
@@ -319,6 +327,7 @@ def load_causal_lm(
         opts: dtype, attention, LoRA and related flags.
         trainable: False for a reference model: no LoRA, no gradient checkpointing, no gradients.
         zero3_init: partition while loading (ZeRO-3 only); None = when the weights are large.
+        offload: what is partitioned while loading stays on the CPU, for an engine with ``param_offload``.
 
     Returns:
         A transformers model, wrapped by peft with ``lora_rank`` > 0.
@@ -333,7 +342,7 @@ def load_causal_lm(
         raise ModelLoadError(f"{path!r} is a vision model, for which there are no Liger kernels; leave them out")
     auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     auto_class = _liger_class() if opts.use_liger_kernel else auto_class
-    model, missing = _from_pretrained(auto_class, path, config, opts, zero3_init)
+    model, missing = _from_pretrained(auto_class, path, config, opts, zero3_init, offload)
     if missing:
         raise ModelLoadError(
             f"model {path!r} lacks {len(missing)} weight(s) of a {type(model).__name__}, for example "
@@ -354,6 +363,7 @@ def load_sequence_regression(
     init_head: bool = False,
     trainable: bool = True,
     zero3_init: bool | None = None,
+    offload: bool = False,
 ) -> nn.Module:
     """Load a transformer with one scalar output a token: a critic or a reward model.
 
@@ -363,6 +373,7 @@ def load_sequence_regression(
     Args:
         init_head: draw the head anew, N(0, 1/(hidden + 1)), even when the folder has one.
         trainable: False for a model that only gives scores, and so has to have a head.
+        zero3_init, offload: as of :func:`load_causal_lm`.
 
     Raises:
         ModelLoadError: the model can't be read, or has no head and nothing would train one.
@@ -377,7 +388,7 @@ def load_sequence_regression(
     config.architectures = None
     mapping = {rf"^{prefix}\.": f"{_HEAD}."} if prefix != _HEAD else None
     model, missing = _from_pretrained(
-        AutoModelForSequenceClassification, path, config, opts, zero3_init, key_mapping=mapping
+        AutoModelForSequenceClassification, path, config, opts, zero3_init, offload, key_mapping=mapping
     )
     head = getattr(model, _HEAD, None)
     if not isinstance(head, nn.Linear):

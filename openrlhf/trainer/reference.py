@@ -67,7 +67,8 @@ def reference_logprobs(
         logger.info("log-probs of the reference model: read from %s", file)
         return found
     logger.info("log-probs of the reference model %s: %d answers", path, sum(len(part.indices) for part in wanted))
-    policy = PolicyModel(load_causal_lm(path, cfg, trainable=False), packing=cfg.packing_samples)
+    model = load_causal_lm(path, cfg, trainable=False, offload=cfg.ref_offload)
+    policy = PolicyModel(model, packing=cfg.packing_samples)
     engine = TrainEngine(policy, cfg, optimizer=None, param_offload=cfg.ref_offload)
     backoff = MemoryBackoff(engine, advice=SUPERVISED_ADVICE)
     with engine.weights_on_device():
@@ -78,7 +79,7 @@ def reference_logprobs(
     if bad:
         raise NonFiniteError(f"the reference model {path} gives log-probs that are not finite ({', '.join(bad)})")
     _free(engine.module)
-    del policy, engine, backoff
+    del model, policy, engine, backoff
     gc.collect()
     platform.empty_cache()
     if cfg.save_steps > 0:

@@ -364,7 +364,7 @@ class ReferenceWorker(ModelWorker):
         from openrlhf.models.logprobs import PolicyModel
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
-        model = load_causal_lm(cfg.model_path, cfg, trainable=False)
+        model = load_causal_lm(cfg.model_path, cfg, trainable=False, offload=cfg.ref_offload)
         return TrainEngine(
             PolicyModel(model, packing=cfg.packing_samples), cfg, optimizer=None, param_offload=cfg.ref_offload
         )
@@ -382,7 +382,13 @@ class RewardWorker(ModelWorker):
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
         assert cfg.reward_pretrain is not None
-        model = load_sequence_regression(cfg.reward_pretrain, cfg, head_prefix=cfg.value_head_prefix, trainable=False)
+        model = load_sequence_regression(
+            cfg.reward_pretrain,
+            cfg,
+            head_prefix=cfg.value_head_prefix,
+            trainable=False,
+            offload=cfg.reward_offload,
+        )
         reward = RewardModel(model, packing=cfg.packing_samples, normalize=cfg.normalize_reward)
         return TrainEngine(reward, cfg, optimizer=None, param_offload=cfg.reward_offload)
 

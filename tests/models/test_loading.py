@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from model_cases import options, packed, sequences
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from openrlhf.models import loading
 from openrlhf.models.attention import PACKED_ATTENTION
 from openrlhf.models.export import exported_weights
 from openrlhf.models.folder import check_model_folder, require_head
@@ -303,3 +305,22 @@ def test_saving_into_a_folder_that_holds_checkpoints_keeps_them(folder: Path, tm
     assert (out / "checkpoints_sft" / "latest").read_text() == "global_step1"
     assert not (out / "model-00001-of-00002.safetensors").exists()
     assert AutoModelForCausalLM.from_pretrained(out) is not None
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+def test_weights_partitioned_while_read_are_where_they_shall_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, head: bool, offload: bool
+) -> None:
+    """DeepSpeed's engine leaves them as they are made: on the GPU and without the copies of --zpg, if nobody asks.
+
+    Models above 4 GiB are read so, and --ref_offload moved nothing of them.
+    """
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(loading, "effective_zero_stage", lambda stage: stage)  # one rank has nothing to partition
+    monkeypatch.setattr("transformers.integrations.HfDeepSpeedConfig", told.append)
+    load = load_sequence_regression if head else load_causal_lm
+    load(str(folder), options(zero_stage=3, zpg=4), zero3_init=True, offload=offload)
+    (config,) = told
+    assert config["zero_optimization"]["offload_param"]["device"] == ("cpu" if offload else "none")
+    assert config["zero_optimization"]["zero_hpz_partition_size"] == 4
