@@ -383,20 +383,15 @@ def _algorithm(changer: _Changer, cfg: PPOConfig) -> None:
         )
     hook = next((f for f in ("custom_generate_function_path", "custom_rm_path") if getattr(cfg, f)), None)
     changer.fill("reward_on_failure", "drop" if hook else "stop", f"--{hook}" if hook else "")
-    if cfg.normalize_reward and not cfg.reward_pretrain:
-        changer.note("--normalize_reward changes nothing: only reward models have a stored mean and std")
-    if cfg.init_kl_coef == 0:
-        for name in ("use_kl_loss", "kl_target"):
-            if getattr(cfg, name):
-                changer.note(f"--{name} changes nothing: --init_kl_coef 0 has no reference model")
-    elif cfg.use_kl_loss and cfg.kl_estimator == "k1" and not cfg.kl_unbiased_gradient:
+    in_loss = cfg.init_kl_coef > 0 and cfg.use_kl_loss and not cfg.kl_unbiased_gradient
+    if in_loss and cfg.kl_estimator == "k1":
         changer.note(
             "--use_kl_loss with k1 pulls nowhere on average: its gradient has mean 0. "
             "Use --kl_estimator k2, or --kl_unbiased_gradient"
         )
-    elif cfg.use_kl_loss and cfg.kl_estimator == "k3" and not cfg.kl_unbiased_gradient:
+    elif in_loss and cfg.kl_estimator == "k3":
         changer.note("--use_kl_loss with k3 follows the forward KL; k2 or --kl_unbiased_gradient follow the reverse KL")
-    elif not cfg.use_kl_loss and cfg.kl_estimator != "k1":
+    elif cfg.init_kl_coef > 0 and not cfg.use_kl_loss and cfg.kl_estimator != "k1":
         changer.note(f"--kl_estimator {cfg.kl_estimator} is meant for --use_kl_loss; in the reward use k1")
 
 

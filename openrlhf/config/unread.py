@@ -15,12 +15,35 @@ _CRITIC = tuple(name for name in flag_specs(ActorCriticOptions) if name.startswi
 _MUON = tuple(name for name in flag_specs(PPOConfig) if name.startswith("muon_"))
 _CRITIC_SIZE = ("critic_num_nodes", "critic_num_gpus_per_node")
 
+# Flags that are read only while another one is on: that one, the flags, why.
+_SWITCHES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "lora_rank",
+        ("lora_alpha", "lora_dropout", "target_modules"),
+        "--lora_rank 0 trains all weights, without adapters",
+    ),
+    (
+        "gradient_checkpointing",
+        ("gradient_checkpointing_every", "gradient_checkpointing_use_reentrant"),
+        "--gradient_checkpointing is off",
+    ),
+    ("use_wandb", ("wandb_org", "wandb_group", "wandb_project"), "--use_wandb is off"),
+    ("reward_pretrain", ("normalize_reward",), "only reward models have a stored mean and std"),
+    ("overlong_buffer_len", ("overlong_penalty_factor",), "--overlong_buffer_len switches that penalty on"),
+    ("init_kl_coef", ("use_kl_loss", "kl_target"), "--init_kl_coef 0 has no reference model"),
+    ("kl_target", ("kl_horizon",), "--kl_target makes the weight of the KL adapt"),
+    ("use_kl_loss", ("kl_unbiased_gradient",), "it is about --use_kl_loss"),
+    ("enable_vllm_is_correction", _CORRECTION, "--enable_vllm_is_correction switches the correction on"),
+    ("enable_ema", ("ema_beta",), "--enable_ema keeps the average"),
+)
+
 
 def unread_flags(cfg: TrainerOptions, explicit: Collection[str]) -> Iterator[str]:
     """A sentence for each reason; of a completed configuration, of which someone gave the `explicit` flags."""
     specs = flag_specs(type(cfg))
     given = {name for name in explicit if getattr(cfg, name) != specs[name].default}
-    reasons = [*_of_training(cfg)]
+    reasons = [(names, reason) for switch, names, reason in _SWITCHES if not flag_value(cfg, switch)]
+    reasons += _of_training(cfg)
     if isinstance(cfg, PPOConfig):
         reasons += [*_of_advantages(cfg), *_of_losses(cfg, explicit), *_of_batches(cfg)]
     for names, reason in reasons:
@@ -37,17 +60,10 @@ def unread_flags(cfg: TrainerOptions, explicit: Collection[str]) -> Iterator[str
 
 
 def _of_training(cfg: TrainerOptions) -> Iterator[tuple[tuple[str, ...], str]]:
-    if cfg.lora_rank == 0:
-        yield ("lora_alpha", "lora_dropout", "target_modules"), "--lora_rank 0 trains all weights, without adapters"
     if "muon" not in (cfg.optim, flag_value(cfg, "critic_optim")):
         yield _MUON, "--optim is adam"
     if flag_value(cfg, "advantage_estimator") == "gae" and flag_value(cfg, "critic_optim") != "muon":
         yield tuple(f"critic_{name}" for name in _MUON), "--critic_optim is adam"
-    if not cfg.gradient_checkpointing:
-        names = ("gradient_checkpointing_every", "gradient_checkpointing_use_reentrant")
-        yield names, "--gradient_checkpointing is off"
-    if not cfg.use_wandb:
-        yield ("wandb_org", "wandb_group", "wandb_project"), "--use_wandb is off"
     if not writes_checkpoints(cfg):
         yield ("save_hf_ckpt",), "--save_steps N writes checkpoints"
 
@@ -72,12 +88,6 @@ def _of_advantages(cfg: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             yield ("no_advantage_std_norm",), f"{estimator} does not whiten advantages"
         if estimator != "pass_at_k":
             yield ("pass_k",), "it belongs to --advantage_estimator pass_at_k"
-    if cfg.overlong_buffer_len is None:
-        yield ("overlong_penalty_factor",), "--overlong_buffer_len switches that penalty on"
-    if cfg.kl_target is None:
-        yield ("kl_horizon",), "--kl_target makes the weight of the KL adapt"
-    if not cfg.use_kl_loss:
-        yield ("kl_unbiased_gradient",), "it is about --use_kl_loss"
 
 
 def _of_losses(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -87,9 +97,5 @@ def _of_losses(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[tuple[tupl
     if loss == "sapo":
         own = "eps_clip_low_high" if "eps_clip_low_high" in explicit else "eps_clip"
         yield (own,), "sapo has no clip; only the metric ppo_clip_ratio is counted by it"
-    if not cfg.enable_vllm_is_correction:
-        yield _CORRECTION, "--enable_vllm_is_correction switches the correction on"
-    elif loss == "gspo":
+    if loss == "gspo" and cfg.enable_vllm_is_correction:
         yield _CORRECTION, _GSPO
-    if not cfg.enable_ema:
-        yield ("ema_beta",), "--enable_ema keeps the average"
