@@ -142,9 +142,7 @@ def check_small_file(cfg: _Configured) -> None:
         require_columns(rows, dict(text_columns(cfg)), str(cfg.dataset))
 
 
-def text_columns(
-    cfg: SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig | PPOConfig,
-) -> dict[str, str]:
+def text_columns(cfg: _Configured | PPOConfig) -> dict[str, str]:
     """The columns that a command reads texts or messages from, by flag."""
     flags = ["input_key", "prompt_key", "chosen_key", "rejected_key"]
     if not (getattr(cfg, "pretrain_mode", False) or getattr(cfg, "eval_task", None) == "generate_vllm"):
