@@ -26,6 +26,7 @@ from openrlhf.rollout.filters import (
     DynamicFilter,
     GroupCollector,
     GroupJudge,
+    GroupTally,
 )
 from openrlhf.rollout.group import Group
 from openrlhf.rollout.hooks import BufferFilter
@@ -148,9 +149,11 @@ class PPOTrainer:
             self.console.new_step()
             collected = self._roll_out()
             if not collected.groups:
+                self._tell_left_out(collected.tally)
                 if self.cfg.async_train or not collected.tally.seen:  # a queue is empty when all is done
                     break
-                self._pass_over(collected)
+                self.system.wake_models()
+                self._sync_weights()
                 continue
             metrics = {**collected.metrics(), **self.system.engines.pop_metrics()}
             if self._select is not None:
@@ -163,17 +166,17 @@ class PPOTrainer:
             del collected  # it would be held, in Ray's store too, until the next rollout has replaced it
             self._after_update(metrics, extra_logs)
 
-    def _pass_over(self, collected: CollectedGroups) -> None:
-        """Go on where the last prompts of an episode left nothing to learn from."""
-        dropped = collected.tally.dropped.items()
-        reasons = ", ".join(f"{name} {number}" for name, number in sorted(dropped)) or "their samples failed"
-        self.console.say(f"The last {collected.tally.seen} groups of the episode are left out: {reasons}")
-        self.system.wake_models()
-        self._sync_weights()
+    def _tell_left_out(self, tally: GroupTally) -> None:
+        """The last prompts of an episode may leave nothing to learn from."""
+        if tally.seen:
+            reasons = ", ".join(f"{name} {number}" for name, number in sorted(tally.dropped.items()))
+            self.console.say(f"The last {tally.seen} groups of the episode are left out: {reasons}")
+
+    def _last_step_done(self) -> bool:
+        return 0 < self.cfg.max_steps <= self.global_step
 
     def _finished(self) -> bool:
-        done = 0 < self.cfg.max_steps <= self.global_step
-        return done or (self.stream.remaining <= 0 and len(self.buffer) == 0)
+        return self._last_step_done() or (self.stream.remaining <= 0 and len(self.buffer) == 0)
 
     def _after_update(self, metrics: dict[str, float], extra_logs: dict[str, float]) -> None:
         """Sync, log, checkpoint and evaluate, in the order that leaves nothing behind when one of them fails."""

@@ -192,8 +192,7 @@ class AsyncPPOTrainer(PPOTrainer):
                 self._rollouts.close()
 
     def _finished(self) -> bool:
-        with self.rollouts.locked() as queue:
-            return super()._finished() and not queue.in_flight
+        return self._last_step_done()  # the end of the data is a step without groups
 
     def _roll_out(self) -> AsyncGroups:
         with self.console.phase("generate"):

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripted_run
 from scripted_run import AsyncPool, Policy, Pool, config, rows, trainer_arguments
 
 from openrlhf.cluster.group import WorkerError
 from openrlhf.config import PPOConfig
 from openrlhf.engines import pool as engine_pool
 from openrlhf.rollout.errors import RolloutTimeout
+from openrlhf.rollout.group import Group
 from openrlhf.trainer.ppo import PPOTrainer
 from openrlhf.trainer.ppo_async import AsyncPPOTrainer, staleness_metrics
 from openrlhf.utils import interrupts
@@ -103,6 +105,33 @@ def test_every_prompt_is_trained_once_an_episode_with_evaluations_in_between(tmp
     assert all(m["rollout/staleness_max"] <= 2 and m["rollout/stale_groups"] == 0 for m in figures)
     assert {m["rollout/lost_samples"] for m in figures} == {0}
     assert figures[-1]["rollout/groups_waiting"] == figures[-1]["rollout/groups_in_flight"] == 0
+
+
+def test_groups_that_are_dropped_behind_the_last_step_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their counts are in no step's metrics."""
+    pool = AsyncPool()
+    policy = Learner(pool)
+
+    class Calls(scripted_run.Calls):
+        """The prompt without a reward is done when all others are trained on."""
+
+        def wait(self, seconds: float) -> list[Group]:
+            others = [prompt for prompt in self._running if "z" not in prompt.text]
+            if not others and len(policy.trained) < 2:
+                time.sleep(0.01)
+                return []
+            chosen = (others or self._running)[0]
+            self._running.remove(chosen)
+            return list(self._pool.run_groups([chosen], self._n, self._sampling, 0.0))
+
+    pool.group_calls = lambda n, sampling, timeout: Calls(pool, n, sampling, 0.0, None)  # type: ignore[method-assign]
+    cfg = configured(tmp_path, async_queue_size=2, vllm_generate_batch_size=8, partial_rollout=True)
+    AsyncPPOTrainer(*trainer_arguments(cfg, pool, policy, rows(*((letter, "one") for letter in "zdefg")))).fit()
+    assert [m["rollout/groups_seen"] for m in metrics(cfg)] == [m["rollout/groups_kept"] for m in metrics(cfg)]
+    assert len(policy.trained) == 2
+    assert "The last 1 groups of the episode are left out: no_samples 1" in capsys.readouterr().out
 
 
 def test_with_a_queue_of_one_and_draining_a_run_repeats_itself(tmp_path: Path) -> None:
