@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import PPOConfig
-from openrlhf.config.flag import flag_value
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.image_prompts import placeholder_text, row_images, undecoded, with_image_parts
 from openrlhf.datasets.sources import DataError, load_rows, require_columns, text_columns
@@ -94,8 +93,9 @@ def build_prompts(
     Raises:
         DataError: a column is missing, a row is null, empty or malformed, or nothing is left.
     """
-    # batch_inference comes here too, without the last two
-    keys = {flag: flag_value(cfg, flag) for flag in ("input_key", "label_key", "metadata_key", "tool_key")}
+    keys: dict[str, str | None] = {"input_key": cfg.input_key, "label_key": cfg.label_key}
+    if hasattr(cfg, "metadata_key"):  # batch_inference comes here too, without these
+        keys |= {"metadata_key": cfg.metadata_key, "tool_key": cfg.tool_key}
     require_columns(rows, keys, source)
     prompts: list[PromptRow] = []
     cut = dropped = 0
