@@ -187,17 +187,22 @@ def _to_universal(root: Path, tag: str, cfg: ConvertConfig) -> str:
             "convert; train with --zero_stage 1, 2 or 3"
         )
     name = f"{tag}{_UNIVERSAL_SUFFIX}"
-    with temporary_folder(root / name) as scratch:
-        made = scratch / name
+    with _new_universal(root / tag, root / name, cfg) as made:
+        verified = "; " + _compare_universal(checkpoint_weights(root, tag), made) if cfg.verify else ""
+    return f"wrote {root / name}{verified}{_HOW_TO_RESUME}"
+
+
+@contextlib.contextmanager
+def _new_universal(source: Path, target: Path, cfg: ConvertConfig) -> Iterator[Path]:
+    """A checkpoint in universal format, which gets to its place, and is the latest one, when all is well with it."""
+    with temporary_folder(target) as scratch:
+        made = scratch / target.name
         made.mkdir()
-        _run_deepspeed(root / tag, made, cfg.convert_workers)
-        told = f"wrote {root / name}"
-        if cfg.verify:
-            told += "; " + _compare_universal(checkpoint_weights(root, tag), made)
-        shutil.rmtree(root / name, ignore_errors=True)
-        os.replace(made, root / name)
-    write_atomic(root / LATEST_UNIVERSAL, name)
-    return told + _HOW_TO_RESUME
+        _run_deepspeed(source, made, cfg.convert_workers)
+        yield made
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(made, target)
+    write_atomic(target.parent / LATEST_UNIVERSAL, target.name)
 
 
 def _run_deepspeed(source: Path, target: Path, workers: int) -> None:
@@ -262,20 +267,16 @@ def _from_hf(cfg: ConvertConfig) -> str:
     with temporary_folder(root / name) as scratch:
         engine.save_checkpoint(scratch, tag, {"consumed_samples": cfg.consumed_samples})
         del engine
-        made = scratch / name
-        made.mkdir()
-        _run_deepspeed(scratch / tag, made, cfg.convert_workers)
         told = (
             f"wrote {root / name}: weights of {cfg.pretrain}, a new optimizer, step {cfg.resume_step}, "
             f"{cfg.consumed_samples} samples consumed"
         )
-        if cfg.verify:
-            settings = LoadSettings(param_dtype=cfg.param_dtype)
-            source = load_for_inference(cfg.pretrain, settings, is_rm=cfg.is_rm, head_prefix=cfg.value_head_prefix)
-            weights = ((key, parameter.detach().float()) for key, parameter in source.named_parameters())
-            told += "; " + _compare_universal(weights, made, sum(1 for _ in source.parameters()))
-        os.replace(made, root / name)
-    write_atomic(root / LATEST_UNIVERSAL, name)
+        with _new_universal(scratch / tag, root / name, cfg) as made:
+            if cfg.verify:
+                settings = LoadSettings(param_dtype=cfg.param_dtype)
+                source = load_for_inference(cfg.pretrain, settings, is_rm=cfg.is_rm, head_prefix=cfg.value_head_prefix)
+                weights = ((key, parameter.detach().float()) for key, parameter in source.named_parameters())
+                told += "; " + _compare_universal(weights, made, sum(1 for _ in source.parameters()))
     return told + _HOW_TO_RESUME
 
 
