@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 SAMPLES_IN_FLIGHT = 1024
 """Samples one engine is given before others wait at the driver: enough to fill it, few enough to balance engines."""
 
-ANSWER_SECONDS = 660.0
+ANSWER_SECONDS = 1260.0
 """Longer than an episode may take, the driver waits for a group: its engine ends late episodes itself, and may then ask
-a group's reward or filter, which have 600 s."""
+a group's reward and its filter, which have 600 s each."""
 
 
 class GroupCalls:

@@ -28,13 +28,13 @@ from transformers import (
 )
 
 from openrlhf import platform
-from openrlhf.config.options_model import EngineModelOptions
+from openrlhf.config.options_model import EngineModelOptions, ModelOptions
 from openrlhf.models.attention import PACKED_ATTENTION, PackingError, check_packing
 from openrlhf.models.checks import ModelLoadError, check_output, check_positions, fix_rotary, padded_attention
 from openrlhf.models.folder import WEIGHT_FILES, check_model_folder, no_head, require_head
 from openrlhf.models.fused import fuse_elementwise
 from openrlhf.models.head import ScalarHead
-from openrlhf.models.lora import add_lora, is_peft
+from openrlhf.models.lora import EVERY_LINEAR, add_lora, check_targets, is_peft
 from openrlhf.models.partition import effective_zero_stage, whole
 from openrlhf.models.quantized import keep_layout, nf4_config
 from openrlhf.models.vision import VisionInputs, is_vision_model
@@ -297,13 +297,35 @@ def _from_pretrained(
     return model, set(info["missing_keys"])
 
 
+@contextlib.contextmanager
+def _named_targets(opts: ModelOptions) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ModelLoadError(f"--target_modules {' '.join(opts.target_modules)}: {error}") from error
+
+
+def check_lora_targets(path: str, opts: ModelOptions) -> None:
+    """See that a causal language model has the layers of ``--target_modules``, without reading its weights.
+
+    Raises:
+        ModelLoadError: it has not.
+    """
+    if opts.lora_rank == 0 or opts.target_modules in EVERY_LINEAR:
+        return
+    config = load_config(path)
+    auto_class = AutoModelForImageTextToText if is_vision_model(config) else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto_class.from_config(config, trust_remote_code=True)
+    with _named_targets(opts):
+        check_targets(model, opts.target_modules)
+
+
 def _prepare_training(model: PreTrainedModel, opts: EngineModelOptions, task: str) -> nn.Module:
     wrapped: nn.Module = model
     if opts.lora_rank > 0:
-        try:
+        with _named_targets(opts):
             wrapped = add_lora(model, opts, task)
-        except ValueError as error:
-            raise ModelLoadError(f"--target_modules {' '.join(opts.target_modules)}: {error}") from error
     if opts.gradient_checkpointing:
         reentrant = bool(opts.gradient_checkpointing_use_reentrant)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant}, opts.gradient_checkpointing_every)

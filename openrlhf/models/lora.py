@@ -8,10 +8,31 @@ from torch import nn
 
 from openrlhf.config.options_model import ModelOptions
 
+EVERY_LINEAR: tuple[list[str], ...] = ([], ["all-linear"])
+"""Values of ``--target_modules`` that name no layer."""
+
 
 def is_peft(model: nn.Module) -> bool:
     """Whether peft wraps this model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def check_targets(model: nn.Module, targets: list[str]) -> None:
+    """See that a model has layers of these names; its weights are not looked at.
+
+    Raises:
+        ValueError: it has not; says which it has.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    if targets in EVERY_LINEAR:
+        return
+    modules = dict(model.named_modules())
+    missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in modules)]
+    if missing:
+        layers = (nn.Linear, nn.Embedding, Conv1D)
+        there = dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if isinstance(module, layers))
+        raise ValueError(f"the model has no {', '.join(map(repr, missing))}; it has {', '.join(there)}")
 
 
 def add_lora(model: nn.Module, opts: ModelOptions, task: str) -> nn.Module:
@@ -25,18 +46,9 @@ def add_lora(model: nn.Module, opts: ModelOptions, task: str) -> nn.Module:
         ValueError: no module has one of the given names; says which have.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers.pytorch_utils import Conv1D
 
-    targets: Any = "all-linear" if opts.target_modules in ([], ["all-linear"]) else opts.target_modules
-    if targets != "all-linear":
-        known = [name for name, _ in model.named_modules()]
-        missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in known)]
-        if missing:
-            layers = (nn.Linear, nn.Embedding, Conv1D)
-            there = dict.fromkeys(
-                n.rpartition(".")[2] for n, module in model.named_modules() if isinstance(module, layers)
-            )
-            raise ValueError(f"the model has no {', '.join(map(repr, missing))}; it has {', '.join(there)}")
+    check_targets(model, opts.target_modules)
+    targets: Any = "all-linear" if opts.target_modules in EVERY_LINEAR else opts.target_modules
     config = LoraConfig(
         r=opts.lora_rank,
         lora_alpha=opts.lora_alpha,

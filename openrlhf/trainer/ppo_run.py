@@ -25,6 +25,7 @@ from openrlhf.engines.rollouts import (
 )
 from openrlhf.models.folder import check_model_folder, require_head
 from openrlhf.models.loading import (
+    check_lora_targets,
     load_config,
     load_tokenizer,
     require_score_scale,
@@ -64,6 +65,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
         require_head(cfg.reward_pretrain, cfg.value_head_prefix)
         if cfg.normalize_reward:
             require_score_scale(load_config(cfg.reward_pretrain))
+    check_lora_targets(cfg.model_path, cfg)
     tokenizer = load_tokenizer(cfg.model_path, use_fast=not cfg.disable_fast_tokenizer)
     placeholder = prompt_images(cfg, tokenizer).placeholder if cfg.max_images_per_prompt else None
     if cfg.freeze_visual_encoder:
@@ -71,7 +73,7 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     limit = prompt_limit(cfg)
     rows = load_prompts(cfg, tokenizer, limit, image_placeholder=placeholder)
     eval_rows = load_prompts(cfg, tokenizer, limit, True, placeholder) if cfg.eval_dataset else []
-    _check_known((*rows, *eval_rows), cfg.model_path)
+    _check_known(cfg, (*rows, *eval_rows))
     _check_best_metric(cfg, eval_rows)
     executor_of(cfg)
     group_filter_of(cfg)
@@ -82,14 +84,17 @@ def read_inputs(cfg: PPOConfig) -> Inputs:
     return Inputs(rows, eval_rows, probe_ids(rows, min(PROBE_TOKENS, cfg.max_len - 1)), _reward_inputs(cfg, tokenizer))
 
 
-def _check_known(rows: Sequence[PromptRow], model: str) -> None:
-    """An engine on a GPU ends with an error of CUDA that names nothing."""
-    vocabulary = vocabulary_size(load_config(model))
+def _check_known(cfg: PPOConfig, rows: Sequence[PromptRow]) -> None:
+    """Token ids that engines get: on a GPU one without embedding ends in an error of CUDA that names nothing."""
+    vocabulary = vocabulary_size(load_config(cfg.model_path))
+    known = f"{cfg.model_path} has embeddings of those below {vocabulary}"
+    if unknown := [number for number in cfg.stop_token_ids or () if number >= vocabulary]:
+        raise ExplainedError(f"--stop_token_ids has the token id {unknown[0]}, and {known}")
     for row in rows:
         if (largest := max(row.token_ids)) >= vocabulary:
             raise ExplainedError(
-                f"prompt {row.prompt_id} ({row.text[:60]!r}) has the token id {largest}, and {model} has embeddings of "
-                f"those below {vocabulary}: leave the row out, or call model.resize_token_embeddings()"
+                f"prompt {row.prompt_id} ({row.text[:60]!r}) has the token id {largest}, and {known}: leave the row "
+                "out, or call model.resize_token_embeddings()"
             )
 
 

@@ -48,8 +48,18 @@ def test_a_prompt_with_a_token_without_embedding_is_refused_before_anything_star
     message = rf"prompt 1 \('2\+<added>='\) has the token id {known}, and .* has embeddings of those below {known}"
     with pytest.raises(ExplainedError, match=message):
         read_inputs(config(tmp_path, **flags))
+    with pytest.raises(ExplainedError, match=f"--stop_token_ids has the token id {known}, and "):
+        read_inputs(config(tmp_path, **flags, stop_token_ids=[1, known]))
     note_unknown_tokens(load_tokenizer(model), model)
     assert f"has 1 tokens that the model has no embedding of, from {known} (<added>) on" in caplog.text
+
+
+def test_layers_that_the_model_lacks_are_named_before_anything_starts(tmp_path: Path) -> None:
+    flags = {"pretrain": make_tiny_model(tmp_path / "model"), "lora_rank": 2}
+    read_inputs(config(tmp_path, **flags, target_modules=["q_proj", "mlp.up_proj"]))
+    message = "--target_modules q_proj query: the model has no 'query'; it has embed_tokens, q_proj, "
+    with pytest.raises(ModelLoadError, match=message):
+        read_inputs(config(tmp_path, **flags, target_modules=["q_proj", "query"]))
 
 
 def test_a_run_goes_on_only_from_a_checkpoint(tmp_path: Path) -> None:
