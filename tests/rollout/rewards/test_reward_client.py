@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,11 +34,13 @@ def test_what_is_ready_goes_out_together() -> None:
         return labels
 
     client = RewardClient(FunctionReward(reward_func), batch_size=4, max_concurrency=2)
+    started = time.monotonic()
     assert [r.reward for r in score_all(client, 11) if r] == [float(i) for i in range(11)]
+    seconds = time.monotonic() - started
     assert sizes == [4, 4, 3]
     metrics = client.pop_metrics()
     assert metrics["reward/samples"] == 11 and metrics["reward/calls"] == 3 and metrics["reward/failures"] == 0
-    assert 0.0 < metrics["reward/latency_mean"] <= metrics["reward/latency_max"] < 5.0
+    assert 0.0 < metrics["reward/latency_mean"] <= metrics["reward/latency_max"] <= seconds
     assert client.pop_metrics()["reward/samples"] == 0
 
 
