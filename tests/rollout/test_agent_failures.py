@@ -144,7 +144,7 @@ def test_an_agent_that_hangs_ends_in_time(policy: str) -> None:
     else:
         group = play(executor, engine, episode_timeout=0.1, on_agent_failure="drop")
         assert [f.kind for f in group.failures] == ["timeout"]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_engine_trouble_is_not_blamed_on_the_agent(tmp_path: Path) -> None:
