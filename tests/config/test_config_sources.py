@@ -318,11 +318,11 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "datasets", "numpy
 @pytest.mark.parametrize("bad", [[], ["--zero_stage", "9", "--n_samples_per_promt", "2"]])
 def test_fast_and_without_heavy_imports(bad: list[str]) -> None:
     program = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time\n"
         "from openrlhf.config import parse_cli\n"
         "try:\n    parse_cli('train_ppo_ray', sys.argv[1:])\n"
         "finally:\n"
-        "    print(time.perf_counter() - start)\n"
+        "    print(time.process_time())\n"
         f"    print([name for name in {HEAVY} if name in sys.modules])\n"
     )
     done = subprocess.run(
@@ -335,4 +335,4 @@ def test_fast_and_without_heavy_imports(bad: list[str]) -> None:
     seconds, heavy = done.stdout.splitlines()
     assert done.returncode == (2 if bad else 0), done.stderr
     assert heavy == "[]"
-    assert float(seconds) < 2
+    assert float(seconds) < 2, "of computing: a tenth is usual"
