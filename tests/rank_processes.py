@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from openrlhf.utils.process import free_port
+from ports import unused_port
 
 
 def run_ranks(script: Path, ranks: int, folder: Path, deadline: float, **environment: str) -> None:
@@ -23,7 +23,7 @@ def run_ranks(script: Path, ranks: int, folder: Path, deadline: float, **environ
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port("127.0.0.1")),
+        "MASTER_PORT": str(unused_port()),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(
             os.pathsep

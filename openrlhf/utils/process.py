@@ -1,4 +1,4 @@
-"""Operating-system odds and ends of a process: where its output goes, who it dies with, which ports are free."""
+"""Operating-system odds and ends of a process: where its output goes, and who it dies with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -121,13 +120,6 @@ def chosen_threads(environ: Mapping[str, str]) -> str | None:
     threads = environ.get(THREADS) or None
     by_ray = threads == "1" and "RAY_JOB_CONFIG_JSON_ENV_VAR" in environ and THREADS not in job_variables(environ)
     return None if by_ray else threads
-
-
-def free_port(host: str = "") -> int:
-    """A port that was free a moment ago. Prefer binding port 0 and keeping the socket where an API allows it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
 
 
 def seed_process(seed: int, full_determinism: bool) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ports import unused_port
 from ppo_helpers import ppo_arguments, write_prompts, write_reward
 
 import openrlhf.trainer.reward_servers
 from openrlhf.cli.train_ppo_ray import main
-from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -131,7 +131,7 @@ def test_reward_file_without_the_function(case: Case) -> None:
 
 
 def test_reward_server_that_is_down(case: Case) -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}/get_reward"
+    url = f"http://127.0.0.1:{unused_port()}/get_reward"
     code, text = case(reward=url)
     assert code == 1
     assert url in text and "does not accept connections" in text

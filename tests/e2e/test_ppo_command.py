@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from documented_metrics import undocumented
+from ports import unused_port
 from ppo_helpers import (
     Command,
     abandoned_shared_memory,
@@ -32,7 +33,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.models.loading import load_sequence_regression, write_hf_folder
 from openrlhf.rollout.dump import read_rollout_dump
-from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -123,7 +123,7 @@ def test_hybrid_engine_with_critic_and_reward_model_resumes_with_the_same_bits(
 
 @pytest.fixture
 def reward_server() -> Iterator[str]:
-    port = free_port("127.0.0.1")
+    port = unused_port()
     server = subprocess.Popen(
         [sys.executable, str(EXAMPLES / "python/reward_server.py"), "--port", str(port)],
         stdout=subprocess.DEVNULL,

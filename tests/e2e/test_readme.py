@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from ports import unused_port
 from ppo_helpers import Command, CommandRun, marked_processes, read_metrics, write_reward
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -101,7 +102,7 @@ def test_from_sft_to_a_merged_policy(folder: Path, monkeypatch: pytest.MonkeyPat
     assert read_metrics(folder / "train_rm_ckpt/run", "eval")[-1]["acc_mean"] >= 0.9
 
     command, arguments = BLOCKS["serve_rm"]
-    port = _free_port()
+    port = unused_port()
     serve = Command(
         f"openrlhf.cli.{command}", [*arguments, "--port", str(port), "--max_len", "48", "--param_dtype", "fp32"]
     )
@@ -158,14 +159,6 @@ def check_scores(folder: Path, url: str, server: subprocess.Popen[str]) -> int:
     reply = _post(url, json.dumps(body).encode(), server)
     assert reply["rewards"] == pytest.approx(scores, abs=1e-5)
     return len(answers)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _post(url: str, body: bytes, server: subprocess.Popen[str], seconds: float = 120) -> dict[str, list[float]]:

@@ -10,6 +10,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from ports import unused_port
+
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "sinfo")
 START_SECONDS = 60
 
@@ -17,12 +19,6 @@ START_SECONDS = 60
 def missing_programs() -> list[str]:
     """What is needed and not installed."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 class SlurmMachine:
@@ -96,8 +92,8 @@ class SlurmMachine:
         self.conf.write_text(f"""
 ClusterName=test
 SlurmctldHost={self.name}(127.0.0.1)
-SlurmctldPort={free_port()}
-SlurmdPort={free_port()}
+SlurmctldPort={unused_port()}
+SlurmdPort={unused_port()}
 AuthType=auth/munge
 AuthInfo=socket={self.socket}
 SlurmUser=root

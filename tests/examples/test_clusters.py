@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_machine import SlurmMachine, free_port, missing_programs
+from ports import unused_port
+from slurm_machine import SlurmMachine, missing_programs
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +69,7 @@ def test_the_sbatch_script_trains_under_slurm(folder: Path) -> None:
                 *(f"--output={folder}/job.log", str(SCRIPTS / "train_ppo_ray_slurm.sbatch")),
                 *("examples/scripts/train_ppo_ray_hybrid_engine.sh", "--max_steps", "1"),
             ],
-            env={**slurm.environment, **small_settings(folder), "RAY_PORT": str(free_port()), "START_LIMIT": "200"},
+            env={**slurm.environment, **small_settings(folder), "RAY_PORT": str(unused_port()), "START_LIMIT": "200"},
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -85,7 +86,7 @@ def test_the_sbatch_script_trains_under_slurm(folder: Path) -> None:
 @contextmanager
 def ray_head(folder: Path) -> Iterator[dict[str, str]]:
     """`ray start --head` on free ports; yields the environment of its users."""
-    dashboard = free_port()
+    dashboard = unused_port()
     environment = {
         **{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
         **small_settings(folder),
@@ -94,13 +95,13 @@ def ray_head(folder: Path) -> Iterator[dict[str, str]]:
         "RAY_DASHBOARD": f"http://127.0.0.1:{dashboard}",
         "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
     }
-    ports = [f"--{name}-port={free_port()}" for name in ("dashboard-agent-listen", "ray-client-server")]
+    ports = [f"--{name}-port={unused_port()}" for name in ("dashboard-agent-listen", "ray-client-server")]
     log = folder / "head.log"
     with log.open("w") as output:
         head = subprocess.Popen(
             [
                 *(str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", *ports),
-                *(f"--port={free_port()}", f"--dashboard-port={dashboard}", "--num-cpus", str(os.cpu_count())),
+                *(f"--port={unused_port()}", f"--dashboard-port={dashboard}", "--num-cpus", str(os.cpu_count())),
             ],
             env=environment,
             stdout=output,
@@ -118,7 +119,7 @@ def ray_head(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def test_the_job_script_trains_on_a_ray_cluster_with_rewards_over_http(folder: Path) -> None:
-    port = free_port()
+    port = unused_port()
     server = subprocess.Popen(
         [sys.executable, str(ROOT / "examples/python/reward_server.py"), "--port", str(port)],
         stdout=subprocess.DEVNULL,

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ports import unused_port
 from transformers import AutoModelForSequenceClassification
 
 from openrlhf.models.loading import load_sequence_regression, load_tokenizer, write_hf_folder
 from openrlhf.tools.loading import LoadSettings
-from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 
 START_S = 300.0
@@ -50,7 +50,7 @@ class ServerProcess:
     """``serve_rm`` in a process of its own, on a free loopback port."""
 
     def __init__(self, path: str, *flags: str, port: int | None = None, token: str = "") -> None:
-        self.port = port or free_port("127.0.0.1")
+        self.port = port or unused_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "openrlhf.cli.serve_rm", "--reward_pretrain", path]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--param_dtype", "fp32", *flags]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import CASES, build, step
+from ports import unused_port
 from safetensors.torch import load_file
 from tool_helpers import commands, contents, make_reward_model, page
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.cli import train_rm, train_sft
 from openrlhf.cli.convert import main
 from openrlhf.trainer import supervised
-from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 from openrlhf.workers.checkpoint_files import CheckpointError
 from openrlhf.workers.distributed import init_distributed, shutdown
@@ -48,7 +48,7 @@ def one_rank() -> Iterator[None]:
     """A process group for all that hf2resume and train_sft do in this process."""
     with pytest.MonkeyPatch.context() as patch:
         places = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port())}
         for name, value in {**places, **address, "OPENRLHF_DEVICE": "cpu"}.items():
             patch.setenv(name, value)
         patch.setattr(supervised, "shutdown", lambda: None)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from ports import unused_port
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.utils.process import free_port
 from openrlhf.utils.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -121,7 +121,7 @@ class Bench:
 
 
 def torchrun(ranks: int) -> list[str]:
-    return [str(BIN / "torchrun"), f"--nproc_per_node={ranks}", f"--master_port={free_port('127.0.0.1')}"]
+    return [str(BIN / "torchrun"), f"--nproc_per_node={ranks}", f"--master_port={unused_port()}"]
 
 
 CONSTANT = {"lr_scheduler": "constant", "lr_warmup_ratio": 0.0}
@@ -285,7 +285,7 @@ def test_lora_writes_an_adapter(bench: Bench) -> None:
 
 def test_the_deepspeed_launcher(bench: Bench) -> None:
     """It appends --local_rank. The sessions above are plain Python with one rank, and torchrun with two."""
-    port = ["--master_port", str(free_port("127.0.0.1"))]
+    port = ["--master_port", str(unused_port())]
     launcher = [str(BIN / "deepspeed"), "--num_gpus", "1", *port, "--module"]
     done = bench.launch("deepspeed", *launcher, max_steps=1)
     assert done.code == 0, done.out + done.err

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from ports import unused_port
 
-from openrlhf.utils.process import free_port
 from openrlhf.workers.distributed import DistributedError, any_rank, barrier, broadcast_object, init_distributed
 
 ROOT = str(Path(__file__).parents[2])
@@ -72,7 +72,7 @@ def test_plain_python_is_a_group_of_one() -> None:
 
 
 def test_two_ranks() -> None:
-    port = str(free_port("127.0.0.1"))
+    port = str(unused_port())
     running = [
         subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-c", TOGETHER],
