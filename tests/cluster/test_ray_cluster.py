@@ -110,14 +110,14 @@ while not ray_cluster.cluster_gone():
     time.sleep(0.1)
 started = time.monotonic()
 ray_cluster.disconnect()
-print("left" if time.monotonic() - started < 15 else "waited", ray_cluster.cluster_gone())
+print("left" if time.monotonic() - started < 30 else "waited", ray_cluster.cluster_gone())
 """
 
 
 @pytest.mark.e2e
 def test_a_ray_of_its_own_and_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    run = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", PRIVATE], capture_output=True, text=True, timeout=400)
     assert run.stdout.splitlines() == ["Ray: started for this run 1", "None False", "left False"], (
         run.stdout + run.stderr
     )

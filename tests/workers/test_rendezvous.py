@@ -29,7 +29,7 @@ def no_group_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("no_group_afterwards")
 def test_a_short_rest_of_the_start_does_not_become_the_deadline_of_the_run() -> None:
     store = open_store("127.0.0.1", 1)
-    join_group(0, 1, "127.0.0.1", store.port, join_timeout=5.0, timeout=1234.0, store=store)
+    join_group(0, 1, "127.0.0.1", store.port, join_timeout=60.0, timeout=1234.0, store=store)
     group: Any = dist.distributed_c10d._get_default_group()
     assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=1234)
     # Later communicators meet over the store.
@@ -53,7 +53,7 @@ def test_gloo_listens_where_the_ranks_meet(monkeypatch: pytest.MonkeyPatch, chos
         monkeypatch.setenv(GLOO_INTERFACE, str(interface_of("127.0.0.1")))
     store = open_store(host, 1)
     before = listening()
-    join_group(0, 1, host, store.port, join_timeout=5.0, timeout=5.0, store=store)
+    join_group(0, 1, host, store.port, join_timeout=60.0, timeout=60.0, store=store)
     assert {address for address, _ in listening() - before} == {"127.0.0.1" if chosen else host}
 
 
