@@ -23,7 +23,7 @@ class SlowScorer:
         self.active += 1
         assert self.active == 1, "two batches at a time"
         self.sizes.append(len(sequences))
-        assert self.gate.acquire(timeout=10)
+        assert self.gate.acquire(timeout=60)
         self.active -= 1
         if any(-1 in ids for ids in sequences):
             raise RuntimeError("no memory")
@@ -36,7 +36,7 @@ def run(scenario, scorer: SlowScorer, max_batch: int = 4, max_waiting: int = 8) 
         batcher.start()
         assert batcher.alive
         try:
-            await asyncio.wait_for(scenario(batcher), 20)
+            await asyncio.wait_for(scenario(batcher), 60)
         finally:
             scorer.gate.release(100)
             await batcher.stop()
@@ -54,10 +54,10 @@ def test_requests_share_batches_and_keep_their_order() -> None:
     scorer = SlowScorer()
 
     async def scenario(batcher: Batcher) -> None:
-        first = asyncio.create_task(batcher.submit([[1]], 10))
+        first = asyncio.create_task(batcher.submit([[1]], 60))
         await until(lambda: scorer.sizes == [1])
         # While the first is scored, three requests with six sequences collect.
-        others = [asyncio.create_task(batcher.submit([[n, k] for k in range(n)], 10)) for n in (1, 2, 3)]
+        others = [asyncio.create_task(batcher.submit([[n, k] for k in range(n)], 60)) for n in (1, 2, 3)]
         await until(lambda: batcher.waiting == 6)
         scorer.gate.release(3)
         assert await first == [1.0]
@@ -71,13 +71,13 @@ def test_a_full_queue_refuses_and_recovers() -> None:
     scorer = SlowScorer()
 
     async def scenario(batcher: Batcher) -> None:
-        first = asyncio.create_task(batcher.submit([[1]], 10))
+        first = asyncio.create_task(batcher.submit([[1]], 60))
         await until(lambda: scorer.sizes == [1])
-        second = asyncio.create_task(batcher.submit([[2]] * 7, 10))
+        second = asyncio.create_task(batcher.submit([[2]] * 7, 60))
         await until(lambda: batcher.waiting == 7)
         with pytest.raises(QueueFull):
-            await batcher.submit([[3]] * 2, 10)
-        third = asyncio.create_task(batcher.submit([[3]], 10))
+            await batcher.submit([[3]] * 2, 60)
+        third = asyncio.create_task(batcher.submit([[3]], 60))
         await until(lambda: batcher.waiting == 8)
         scorer.gate.release(3)
         assert await first + await second + await third == [1.0] + [2.0] * 7 + [3.0]
@@ -91,8 +91,8 @@ def test_a_failure_concerns_its_batch_only() -> None:
     async def scenario(batcher: Batcher) -> None:
         scorer.gate.release(3)
         with pytest.raises(RuntimeError, match="no memory"):
-            await batcher.submit([[-1]] * 6, 10)  # the second batch of this request is not computed any more
-        assert await batcher.submit([[5]], 10) == [5.0]
+            await batcher.submit([[-1]] * 6, 60)  # the second batch of this request is not computed any more
+        assert await batcher.submit([[5]], 60) == [5.0]
 
     run(scenario, scorer)
     assert scorer.sizes == [4, 1]
@@ -102,13 +102,13 @@ def test_a_request_that_takes_too_long_is_dropped() -> None:
     scorer = SlowScorer()
 
     async def scenario(batcher: Batcher) -> None:
-        first = asyncio.create_task(batcher.submit([[1]], 10))
+        first = asyncio.create_task(batcher.submit([[1]], 60))
         await until(lambda: scorer.sizes == [1])
         with pytest.raises(TimeoutError):
             await batcher.submit([[2]], 0.05)
         scorer.gate.release(2)
         assert await first == [1.0]
-        assert await batcher.submit([[3]], 10) == [3.0]
+        assert await batcher.submit([[3]], 60) == [3.0]
 
     run(scenario, scorer)
     assert scorer.sizes == [1, 1]
