@@ -13,7 +13,7 @@ from pathlib import Path
 from ports import unused_port
 
 PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "sinfo")
-START_SECONDS = 60
+START_SECONDS = 180
 
 
 def missing_programs() -> list[str]:
@@ -41,7 +41,7 @@ class SlurmMachine:
             self._start_munge()
             self._write_conf()
             for daemon in ("slurmctld", "slurmd"):
-                subprocess.run([shutil.which(daemon) or daemon, "-f", self.conf], check=True, timeout=30)
+                subprocess.run([shutil.which(daemon) or daemon, "-f", self.conf], check=True, timeout=START_SECONDS)
             self._wait_until_idle()
         except BaseException:
             self.__exit__()
@@ -63,14 +63,14 @@ class SlurmMachine:
                 os.kill(pid, signal.SIGKILL)
         if self._munge is not None:
             self._munge.terminate()
-            self._munge.wait(10)
+            self._munge.wait(60)
 
     def _start_munge(self) -> None:
         # munged insists that nobody else can write to these folders, nor to any above them.
         key, run = self.folder / "munge.key", self.folder / "munge"
         run.mkdir(mode=0o755)
         self.folder.chmod(0o755)
-        subprocess.run(["mungekey", "-c", "-k", key], check=True, timeout=30)
+        subprocess.run(["mungekey", "-c", "-k", key], check=True, timeout=START_SECONDS)
         self.socket = run / "munge.socket"
         self._munge = subprocess.Popen(
             [
