@@ -169,26 +169,30 @@ def test_a_weight_update_interrupts_running_samples_and_changes_none_of_them(sta
     items = [group.item for group in stack.groups]
     stack.system.sync_weights(stack.probe, 3)
     whole = {g.item.group_id: g for g in stack.engines.run_groups(items, 4, sampling, START)}
-    calls = stack.engines.group_calls(4, sampling, START)
-    for item in items:
-        calls.submit(item)
-    for version in (4, 5):
-        time.sleep(0.02)  # the samples take a tenth of a second or two
-        stack.system.sync_weights(stack.probe, version)
-    interrupted: list[Group] = []
-    while len(calls):
-        interrupted += calls.wait(START)
-    assert len(interrupted) == len(items)
     mixed = 0
-    for group in interrupted:
-        for one, other in zip(group.trajectories, whole[group.item.group_id].trajectories, strict=True):
-            assert set(other.weight_version[other.action_mask]) == {3}
-            versions = one.weight_version[one.action_mask]
-            assert (np.diff(versions) >= 0).all() and set(versions) <= {3, 4, 5}
-            mixed += len(set(versions)) > 1
-            assert np.array_equal(one.token_ids, other.token_ids)
-            assert one.logprobs is not None and other.logprobs is not None
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+    # The samples take a tenth of a second or two: on a busy machine all may be done before an update, or none begun.
+    for version in range(4, 44, 2):
+        calls = stack.engines.group_calls(4, sampling, START)
+        for item in items:
+            calls.submit(item)
+        for update in (version, version + 1):
+            time.sleep(0.02)
+            stack.system.sync_weights(stack.probe, update)
+        interrupted: list[Group] = []
+        while len(calls):
+            interrupted += calls.wait(START)
+        assert len(interrupted) == len(items)
+        for group in interrupted:
+            for one, other in zip(group.trajectories, whole[group.item.group_id].trajectories, strict=True):
+                assert set(other.weight_version[other.action_mask]) == {3}
+                versions = one.weight_version[one.action_mask]
+                assert (np.diff(versions) >= 0).all() and set(versions) <= {version - 1, version, version + 1}
+                mixed += len(set(versions)) > 1
+                assert np.array_equal(one.token_ids, other.token_ids)
+                assert one.logprobs is not None and other.logprobs is not None
+                np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        if mixed >= 8:
+            break
     assert mixed >= 8
 
 
