@@ -289,6 +289,7 @@ def test_concurrent_requests_and_samples_do_not_mix() -> None:
 
     engine = ScriptedEngine(lambda ids, sampling: [*ids[2:3], EOS], delays=[0.03, 0.01, 0.02] * 2)
     group = episodes(play, engine, n=2)
+    assert len(group.trajectories) == 2
     for trajectory in group.trajectories:
         assert trajectory.extra_logs["conversations"] == 3.0
         echoed = trajectory.token_ids[trajectory.action_mask].tolist()
