@@ -242,7 +242,20 @@ def test_an_engine_that_answers_nothing_is_given_up(
     tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_pool, "ANSWER_SECONDS", 0.0)
-    pool = AsyncPool(seconds=1e9)
+
+    class Silent(AsyncPool):
+        def group_calls(self, n: int, sampling: SamplingParams, timeout: float) -> scripted_run.Calls:
+            self.calls = super().group_calls(n, sampling, timeout)
+            return self.calls
+
+        def prompt_logprobs(self, ids: list[int]) -> list[list[float]]:
+            """Between the first weights and the wait for groups: the prompts run when that begins."""
+            deadline = time.monotonic() + 60
+            while len(self.calls) < 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return super().prompt_logprobs(ids)
+
+    pool = Silent(seconds=1e9)
     with pytest.raises(RolloutTimeout, match=r"waited for the groups of the next step.*0.5 s.* 2 prompts are running"):
         run(AsyncPPOTrainer, configured(tmp_path, rollout_timeout=0.5, **flags), pool, Learner(pool))
 
