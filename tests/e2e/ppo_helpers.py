@@ -102,7 +102,7 @@ def marked_processes(mark: str) -> list[tuple[int, str]]:
     return found
 
 
-def assert_nothing_left(mark: str, shared_memory_before: set[str], patience: float = 20.0) -> None:
+def assert_nothing_left(mark: str, shared_memory_before: set[str], patience: float = 60.0) -> None:
     """No process of the command lives, and no file in /dev/shm is left; Ray's own processes get a few seconds."""
     deadline = time.monotonic() + patience
     while ((left := marked_processes(mark)) or abandoned_shared_memory() - shared_memory_before) and (
