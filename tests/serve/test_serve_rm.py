@@ -91,14 +91,19 @@ def test_many_clients_get_the_scores_of_single_requests(model: str, packing: lis
         replies = list(clients.map(lambda text: server.post({"query": [text]}), TEXTS))
         assert [status for status, _ in replies] == [200] * 200
         assert [reply["rewards"][0] for _, reply in replies] == pytest.approx(expected, abs=CLOSE)
+        # Requests that came together were scored together.
+        assert float(figures(server)["rm_batch_texts_count"]) < 200
         status, reply = server.post({"query": TEXTS, "prompts": [""] * 200, "labels": [0] * 200})
         assert status == 200 and reply["scores"] == pytest.approx(expected, abs=CLOSE)
-        lines = dict(line.rsplit(" ", 1) for line in server.get("/metrics")[1].decode().splitlines() if line[0] != "#")
+        lines = figures(server)
         assert float(lines['rm_requests_total{status="200"}']) == 201
         assert float(lines["rm_texts_total"]) == 400
-        # Requests that came together were scored together.
-        assert float(lines["rm_batch_texts_count"]) < 200
         stop_while_it_answers(server)
+
+
+def figures(server: ServerProcess) -> dict[str, str]:
+    """What the server tells of itself, by name."""
+    return dict(line.rsplit(" ", 1) for line in server.get("/metrics")[1].decode().splitlines() if line[0] != "#")
 
 
 def test_limits_and_token(model: str) -> None:
