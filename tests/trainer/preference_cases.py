@@ -250,7 +250,7 @@ def commands_of_the_docs(cases: Cases) -> None:
 
 def main() -> None:
     platform.prepare_process()
-    world = init_distributed(timeout_s=120)
+    world = init_distributed(timeout_s=400)
     rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
     cases = Cases(world, folder)
     (one_rank if ranks == 1 else two_ranks)(cases)

@@ -17,7 +17,7 @@ from openrlhf.workers.distributed import init_distributed, shutdown
 
 
 def main() -> None:
-    world = init_distributed(timeout_s=120)
+    world = init_distributed(timeout_s=400)
     rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
     cases = Cases(rank, ranks, folder)
     for part in (*engine_training.PARTS, *engine_weights.PARTS):

@@ -292,7 +292,7 @@ class Grid:
 
 
 def main() -> None:
-    world = init_distributed(timeout_s=120)
+    world = init_distributed(timeout_s=400)
     rank, ranks, folder = world.rank, world.size, Path(sys.argv[1])
     own = folder / f"{ranks}_{rank}"
     own.mkdir()

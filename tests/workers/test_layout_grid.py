@@ -23,7 +23,7 @@ from openrlhf.algorithms.advantages import ADVANTAGE_ESTIMATORS
 pytestmark = pytest.mark.e2e
 
 SCRIPT = Path(__file__).parent / "layout_cases.py"
-DEADLINE_S = 300
+DEADLINE_S = 600
 
 
 @pytest.fixture(scope="module")
