@@ -76,7 +76,7 @@ def test_a_reader_that_has_ended_is_no_error() -> None:
         "--dataset",
         "d",
     ]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -87,5 +87,5 @@ def test_another_broken_pipe_is_an_error() -> None:
         "def run(words):\n    raise BrokenPipeError(32, 'of a worker')\n"
         "m.run = run\nsys.exit(m.main(['train_sft']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "of a worker" in done.stderr

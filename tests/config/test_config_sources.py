@@ -283,7 +283,7 @@ class TestHydra:
             [sys.executable, script, *flags],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"},
         )
         assert done.stdout.split() == ["epochs", "5"], done.stderr
@@ -329,7 +329,7 @@ def test_fast_and_without_heavy_imports(bad: list[str]) -> None:
         [sys.executable, "-c", program, *REQUIRED["train_ppo_ray"], *bad],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[2],
     )
     seconds, heavy = done.stdout.splitlines()

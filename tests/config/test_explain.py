@@ -161,7 +161,7 @@ def test_the_page_is_written_by_the_module(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "flags.md").read_text(encoding="utf-8") == docs.generate()

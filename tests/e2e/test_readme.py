@@ -115,12 +115,12 @@ def test_from_sft_to_a_merged_policy(folder: Path, monkeypatch: pytest.MonkeyPat
         steps = read_metrics(folder / "train_ppo_ray_ckpt/run")
         assert [step["reward/failures"] for step in steps] == [0, 0]
         assert all(step["sync/logprob_diff_max"] <= 1e-5 for step in steps)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=300) as reply:
             counts = dict(line.rsplit(b" ", 1) for line in reply.read().splitlines() if line[:1] != b"#")
         assert float(counts[b"rm_texts_total"]) == texts + 2 * 16, "every sample of both steps was scored once"
     finally:
         server.send_signal(signal.SIGTERM)
-        output, _ = server.communicate(timeout=60)
+        output, _ = server.communicate(timeout=300)
     assert server.returncode == 0, output
     assert not marked_processes(serve.mark)
 
@@ -167,7 +167,7 @@ def _post(url: str, body: bytes, server: subprocess.Popen[str], seconds: float =
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=30) as reply:
+            with urllib.request.urlopen(request, timeout=300) as reply:
                 return json.loads(reply.read())
         except ConnectionError as error:
             last: Exception = error

@@ -83,7 +83,7 @@ def test_the_curve_reads_what_a_run_writes(tmp_path: Path) -> None:
         [sys.executable, str(DEMO / "curve.py"), str(path), str(tmp_path / "c.png"), "rewrd"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (shown.returncode, shown.stderr) == (1, f"error: {path} has no values of 'rewrd'; it has reward\n")
 
@@ -91,7 +91,7 @@ def test_the_curve_reads_what_a_run_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", ["demo/three_seeds.py", "demo/run.py", "scripts/make_small.py", "demo/curve.py"])
 def test_a_call_for_help_makes_nothing(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
-        [sys.executable, str(DEMO.parent / script), "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, str(DEMO.parent / script), "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert Path(script).name in shown.stdout + shown.stderr and "Traceback" not in shown.stderr
     assert not list(tmp_path.iterdir())

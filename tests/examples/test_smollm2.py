@@ -52,7 +52,7 @@ def test_the_command_line_comes_to_thirty_steps(tmp_path: Path) -> None:
         env={**os.environ, "EXPLAIN": "1", "OUT": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "rollouts: 30" in done.stdout

@@ -40,7 +40,7 @@ def convert(root: Path) -> None:
     counts = ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *folders, *counts]
     # the tool looks for a marker that engines built on Megatron write; this option puts it in
-    done = subprocess.run([*command, "--inject_missing_state"], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--inject_missing_state"], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

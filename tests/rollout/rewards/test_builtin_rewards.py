@@ -130,7 +130,7 @@ def test_no_child_process_outlives_its_parent() -> None:
         "assert checker.same('2', '$2$')\n"
         "print(*[worker._process.pid for worker in checker._all])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     pid = int(done.stdout)
     deadline = time.monotonic() + 30
     while lives(pid) and time.monotonic() < deadline:
