@@ -85,8 +85,9 @@ def micro_batches(
         Sequences of groups one after another, numbered through all ``groups`` (see :func:`positions`), with the
         column ``mask``.
     """
-    for start in range(0, len(groups), block or max(1, len(groups))):
-        planned = groups[start : start + block] if block else groups
+    block = block or max(1, len(groups))
+    for start in range(0, len(groups), block):
+        planned = groups[start : start + block]
         lengths = [int(sequences.lengths[list(group)].sum()) for group in planned]
         for members in own_plan(lengths, engine, limits):
             parts = sequences.fetch([index for i in members for index in planned[i]])
