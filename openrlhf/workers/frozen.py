@@ -71,7 +71,7 @@ def packed_copies(tensors: Sequence[Tensor], pin_memory: bool) -> list[Tensor]:
 
     PyTorch rounds every pinned allocation up to a power of two: one per weight would take up to twice the memory.
     """
-    buffers, places = pack([t.nbytes for t in tensors])
+    buffers, places = buffer_places([t.nbytes for t in tensors])
     memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pin_memory) for size in buffers]
     copies = []
     for tensor, (buffer, start) in zip(tensors, places, strict=True):
@@ -80,7 +80,7 @@ def packed_copies(tensors: Sequence[Tensor], pin_memory: bool) -> list[Tensor]:
     return copies
 
 
-def pack(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def buffer_places(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Where to put things of these sizes: large ones first, then what fits into the rest.
 
     Returns:

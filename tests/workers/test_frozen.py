@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openrlhf.workers.frozen import own_parts, pack, packed_copies
+from openrlhf.workers.frozen import buffer_places, own_parts, packed_copies
 
 QWEN_7B = [
     *[152064 * 3584] * 2,
@@ -38,7 +38,7 @@ def test_copies_equal_their_tensors_and_share_powers_of_two() -> None:
 def test_nothing_overlaps(seed: int) -> None:
     chance = random.Random(seed)
     sizes = [int(2 ** chance.uniform(0, 31.5)) for _ in range(chance.randrange(1, 60))]
-    buffers, places = pack(sizes)
+    buffers, places = buffer_places(sizes)
     for buffer, capacity in enumerate(buffers):
         assert capacity.bit_count() == 1
         spans = sorted((start, start + size) for size, (b, start) in zip(sizes, places, strict=True) if b == buffer)
@@ -48,7 +48,7 @@ def test_nothing_overlaps(seed: int) -> None:
 
 def test_seven_billion_weights_take_little_more_than_they_are() -> None:
     sizes = [2 * count for count in QWEN_7B]
-    buffers, _ = pack(sizes)
+    buffers, _ = buffer_places(sizes)
     alone = sum(1 << (size - 1).bit_length() for size in sizes)
     assert sum(sizes) == 15_231_233_024
     assert sum(buffers) < 1.05 * sum(sizes) and alone > 1.7 * sum(sizes)
