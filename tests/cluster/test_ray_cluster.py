@@ -97,7 +97,7 @@ def test_an_address_where_nothing_is_is_explained(given: str, origin: str, monke
 
 
 PRIVATE = """
-import os, signal, time
+import os, signal, sys, time
 import psutil
 from openrlhf.cluster import ray_cluster
 ray_cluster.read_ray_address = lambda: None
@@ -106,9 +106,12 @@ print(ray_cluster._cluster_address("auto"), ray_cluster.cluster_gone())
 for process in psutil.Process().children():
     if process.name() in ("gcs_server", "raylet"):
         process.terminate()
+ended = time.monotonic()
 while not ray_cluster.cluster_gone():
     time.sleep(0.1)
 started = time.monotonic()
+# Ray ends a process that is left a minute without its cluster: a failure tells in which part that was.
+print(f"gone after {started - ended:.1f} s", file=sys.stderr, flush=True)
 ray_cluster.disconnect()
 print("left" if time.monotonic() - started < 30 else "waited", ray_cluster.cluster_gone())
 """
