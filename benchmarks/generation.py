@@ -3,8 +3,9 @@
     python benchmarks/generation.py --size 1.5b --steps 3 --json out.json
 
 "alone" is vLLM's offline ``LLM.generate`` in a process of its own: each prompt eight times, without text. "rollouts"
-are those of train_ppo_ray --rollout_only, which makes trajectories of the same samples and rewards them. The first of
-each warms up and is left out. 64 prompts of 128 tokens, 8 samples of 512 new tokens each.
+are those of train_ppo_ray --rollout_only, which makes trajectories of the same samples and rewards them. "alone" is
+taken before and after them, since the same batch differs by a fifth between moments and processes of one machine. The
+first batch of each start warms up and is left out. 64 prompts of 128 tokens, 8 samples of 512 new tokens each.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ def alone(options: argparse.Namespace, model: Path, prompts: Path) -> list[float
     return seconds
 
 
+def alone_in_a_process(options: argparse.Namespace) -> list[float]:
+    answer = options.work / f"alone_{time.time_ns()}.json"
+    subprocess.run([sys.executable, __file__, "--alone", str(answer), *sys.argv[1:]], check=True)
+    return json.loads(answer.read_text())
+
+
 def rollouts(options: argparse.Namespace, model: Path, prompts: Path, folder: Path) -> list[float]:
     """Seconds of each rollout of train_ppo_ray."""
     reward, out = folder / "reward.py", folder / f"rollouts_{time.time_ns()}"
@@ -77,18 +84,18 @@ def main() -> int:
     options.work.mkdir(parents=True, exist_ok=True)
     make_model(options.size, model)
     make_prompts(prompts, 1024, PROMPT_TOKENS)
-    answer = options.work / f"alone_{time.time_ns()}.json"
-    subprocess.run([sys.executable, __file__, *sys.argv[1:], "--alone", str(answer)], check=True)
-    cases = {"alone": json.loads(answer.read_text()), "rollouts": rollouts(options, model, prompts, options.work)}
+    before = alone_in_a_process(options)
+    measured = rollouts(options, model, prompts, options.work)
+    cases = {"alone": before[1:] + alone_in_a_process(options)[1:], "rollouts": measured[1:]}
     stack = versions("vllm", "torch", "ray")
-    means = {name: sum(seconds[1:]) / len(seconds[1:]) for name, seconds in cases.items()}
+    means = {name: sum(seconds) / len(seconds) for name, seconds in cases.items()}
     if options.json:
         report = {"card": card(), "size": options.size, "versions": stack, "seconds": cases, "means": means}
         options.json.write_text(json.dumps(report, indent=1))
     tokens = PROMPTS * SAMPLES * NEW_TOKENS
     print(f"\n{card()}, {options.size}, {stack}: {PROMPTS} x {SAMPLES} samples of {NEW_TOKENS} tokens")
     for name, seconds in cases.items():
-        each = " ".join(f"{s:.2f}" for s in seconds[1:])
+        each = " ".join(f"{s:.2f}" for s in seconds)
         print(f"  {name:<9} {means[name]:6.2f} s ({each})  {tokens / means[name]:8.0f} tokens/s")
     print(f"  ratio     {means['rollouts'] / means['alone']:6.3f}")
     return 0
