@@ -103,13 +103,9 @@ class VLLMEngine:
         output = await self._run(prompt, self._vllm_sampling(sampling))
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
-        logprobs = None
-        if sampling.logprobs:
-            flat = completion.logprobs
-            logprobs = [flat.logprobs[start] for start in flat.start_indices]
         return GenerationResult(
             token_ids=token_ids,
-            logprobs=logprobs,
+            logprobs=_sampled_logprobs(output) if sampling.logprobs else None,
             finish_reason=completion.finish_reason or "abort",
             weight_version=_token_versions(completion.weight_versions, len(token_ids)),
             stop_reason=completion.stop_reason,
@@ -216,6 +212,17 @@ class VLLMEngine:
                 self._llm.shutdown()
         finally:
             unlink_shared_resources()
+
+
+def _sampled_logprobs(output: Any) -> list[float]:
+    """Log-probs of a response: from the scheduler, or as vLLM has them where it looked for stop strings."""
+    from openrlhf.engines.final_outputs import LOGPROBS
+
+    whole = (output.kv_transfer_params or {}).get(LOGPROBS)
+    if whole is not None:
+        return whole
+    flat = output.outputs[0].logprobs
+    return [flat.logprobs[start] for start in flat.start_indices]
 
 
 def _token_versions(spans: Sequence[Any] | None, count: int) -> int | list[int]:

@@ -142,7 +142,7 @@ def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
 
     async def answer(prompt: Any, sampling: Any) -> Any:
         asked.append(sampling)
-        return SimpleNamespace(outputs=[completion])
+        return SimpleNamespace(outputs=[completion], kv_transfer_params=None)
 
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._run = answer  # type: ignore[method-assign]

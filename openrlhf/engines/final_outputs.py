@@ -1,0 +1,137 @@
+"""A scheduler for vLLM that tells the front end of a response once, when it has ended.
+
+vLLM's core sends every token of every request to the front end, with its log-prob, also for requests that only want the
+final output. With hundreds of sequences that is most of what both processes do beside the model: objects to make,
+pack, send, unpack and add up, a hundred thousand a second. Here the core keeps a response until it is whole.
+
+vLLM labels what it sends with the version of the weights at that moment, so what is kept is sent before a pause, during
+which weights may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+LOGPROBS = "sampled_logprobs"
+"""Of the dict of a request that vLLM passes on as it is (``kv_transfer_params``): log-probs of the sampled tokens."""
+
+
+class Kept:
+    """What the core keeps of a request."""
+
+    def __init__(self) -> None:
+        self._first: EngineCoreOutput | None = None
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    @property
+    def waits(self) -> bool:
+        """There is something that was not sent."""
+        return self._first is not None
+
+    def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """Keep an output; that of the whole response if it ends with this one.
+
+        Its tokens are those that were not sent, its log-probs all there were.
+        """
+        self._token_ids += output.new_token_ids
+        if output.new_logprobs is not None:
+            self._logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            output.new_logprobs = None
+        if self._first is None:
+            self._first = output
+        if output.finish_reason is None:
+            return None
+        output.prefill_stats = self._first.prefill_stats
+        output.new_token_ids = self._token_ids
+        if self._logprobs:
+            output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: self._logprobs}
+        return output
+
+    def take(self) -> EngineCoreOutput:
+        """What waits, of a response that goes on. Its log-probs stay until the end."""
+        assert self._first is not None
+        output, output.new_token_ids = self._first, self._token_ids
+        self._first, self._token_ids = None, []
+        return output
+
+
+def wants_one_output(request: Request) -> bool:
+    """Only the end of the request is looked at. A stop string is looked for in the front end, token by token."""
+    sampling = request.sampling_params
+    return (
+        sampling is not None
+        and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+        and not sampling.stop
+        and sampling.num_logprobs in (None, 0)
+        and sampling.prompt_logprobs is None
+        and not request.resumable
+    )
+
+
+class FinalOutputs(Scheduler):
+    """What is changed in either of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: dict[str, Kept] = {}
+
+    def add_request(self, request: Request) -> None:
+        if wants_one_output(request):
+            self._kept[request.request_id] = Kept()
+        super().add_request(request)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        sent = super().update_from_output(scheduler_output, model_runner_output)
+        for outputs in sent.values():
+            outputs.outputs = [output for output in map(self._whole, outputs.outputs) if output is not None]
+        if self.pause_state == PauseState.PAUSED_ALL:
+            for request_id, kept in self._kept.items():
+                if kept.waits:
+                    client = self.requests[request_id].client_index
+                    sent.setdefault(client, EngineCoreOutputs()).outputs.append(kept.take())
+        return {client: o for client, o in sent.items() if o.outputs or o.finished_requests or o.scheduler_stats}
+
+    def _whole(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        kept = self._kept.get(output.request_id)
+        if kept is None:
+            return output
+        whole = kept.add(output)
+        if whole is not None:
+            del self._kept[output.request_id]
+        return whole
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        ended = super().finish_requests(request_ids, finished_status)
+        for request in ended:
+            self._kept.pop(request.request_id, None)
+        return ended
+
+    def has_requests(self) -> bool:
+        # The core takes another step, of no tokens, before it has paused.
+        paused = self.pause_state == PauseState.PAUSED_ALL
+        return super().has_requests() or (paused and any(kept.waits for kept in self._kept.values()))
+
+
+class AsyncFinalOutputs(FinalOutputs, AsyncScheduler):
+    """The next step is scheduled while the GPU works on this one."""
+
+
+def make_scheduler(**arguments: Any) -> Scheduler:
+    """vLLM calls this as a class (``scheduler_cls``), with what either of its own is made of."""
+    config = arguments["vllm_config"].scheduler_config
+    return (AsyncFinalOutputs if config.async_scheduling else FinalOutputs)(**arguments)
