@@ -53,6 +53,7 @@ def model_arguments(path: str, param_dtype: str, max_len: int, *, on_cpu: bool) 
         "max_model_len": max_len,
         "trust_remote_code": True,
         "disable_log_stats": True,
+        "scheduler_cls": "openrlhf.engines.final_outputs.make_scheduler",
     }
     if on_cpu:
         arguments |= {
@@ -94,7 +95,6 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         "max_num_seqs": cfg.vllm_max_num_seqs,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "openrlhf.engines.weight_sync.plugin.WorkerExtension",
-        "scheduler_cls": "openrlhf.engines.final_outputs.make_scheduler",
     }
     if cfg.vllm_max_num_batched_tokens is not None:
         arguments["max_num_batched_tokens"] = cfg.vllm_max_num_batched_tokens

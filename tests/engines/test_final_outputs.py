@@ -156,9 +156,7 @@ def test_an_engine_sends_little_and_says_the_same(tmp_path: Path, environment: N
     async def run() -> None:
         arguments = model_arguments(str(make_tiny_model(tmp_path / "model")), "fp32", 256, on_cpu=True)
         engine = VLLMEngine.__new__(VLLMEngine)
-        engine._llm = llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments, scheduler_cls="openrlhf.engines.final_outputs.make_scheduler")
-        )
+        engine._llm = llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         receive, received = llm.engine_core.get_output_async, [0]
 
         async def counting() -> Any:
