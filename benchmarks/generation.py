@@ -5,7 +5,8 @@
 "alone" is vLLM's offline ``LLM.generate`` in a process of its own: each prompt eight times, without text. "rollouts"
 are those of train_ppo_ray --rollout_only, which makes trajectories of the same samples and rewards them. "alone" is
 taken before and after them, since the same batch differs by a fifth between moments and processes of one machine. The
-first batch of each start warms up and is left out. 64 prompts of 128 tokens, 8 samples of 512 new tokens each.
+first batch of each start warms up and is left out. 64 prompts of 128 tokens, 8 samples of 512 new tokens each. With
+--logprobs both give the log-prob of each token.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def alone(options: argparse.Namespace, model: Path, prompts: Path) -> list[float
     rows = [json.loads(line)["input"] for line in prompts.read_text().splitlines()]
     llm = LLM(str(model), dtype="bfloat16", gpu_memory_utilization=options.gpu_memory_utilization,
               max_model_len=1024, enable_prefix_caching=False, seed=1)  # fmt: skip
-    sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=NEW_TOKENS, detokenize=False)
+    logprobs = 0 if options.logprobs else None  # 0: those of the sampled tokens
+    sampling = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=NEW_TOKENS, detokenize=False, logprobs=logprobs)
     seconds = []
     for step in range(options.steps + 1):
         texts = rows[step * PROMPTS : (step + 1) * PROMPTS]
@@ -62,6 +64,8 @@ def rollouts(options: argparse.Namespace, model: Path, prompts: Path, folder: Pa
         --micro_train_batch_size 1 --micro_rollout_batch_size 1 --max_len 1024 --max_new_tokens {NEW_TOKENS}
         --param_dtype bf16 --max_steps {options.steps + 1} --run_dir {out / "run"} --ckpt_path {out / "ckpt"}
     """.split()
+    if options.logprobs:
+        flags.append("--enable_vllm_is_correction")
     subprocess.run([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags, *options.more], check=True)
     lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
     return [line["timing/generation"] for line in lines if line["kind"] == "train"]
@@ -73,6 +77,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--gpu_memory_utilization", type=float, default=0.6)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "openrlhf_bench")
+    parser.add_argument("--logprobs", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="further train_ppo_ray flags, after --")
@@ -93,7 +98,8 @@ def main() -> int:
         report = {"card": card(), "size": options.size, "versions": stack, "seconds": cases, "means": means}
         options.json.write_text(json.dumps(report, indent=1))
     tokens = PROMPTS * SAMPLES * NEW_TOKENS
-    print(f"\n{card()}, {options.size}, {stack}: {PROMPTS} x {SAMPLES} samples of {NEW_TOKENS} tokens")
+    what = f"{PROMPTS} x {SAMPLES} samples of {NEW_TOKENS} tokens{', log-probs' if options.logprobs else ''}"
+    print(f"\n{card()}, {options.size}, {stack}: {what}")
     for name, seconds in cases.items():
         each = " ".join(f"{s:.2f}" for s in seconds)
         print(f"  {name:<9} {means[name]:6.2f} s ({each})  {tokens / means[name]:8.0f} tokens/s")

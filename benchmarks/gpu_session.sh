@@ -42,7 +42,9 @@ part() {
     moe) hybrid "$work" "$1" --size moe_3b --zero_stage 3 --steps 3 --prompts 16 -- --check_weight_sync --vllm_kv_cache_gib 8 ;;
     long_32k) hybrid "$work" "$1" --zero_stage 2 --steps 3 --prompts 4 --samples 2 --prompt_tokens 32000 \
       --new_tokens 512 --max_tokens 32768 ;;
-    generation) run python3 benchmarks/generation.py --work "$work" --steps ${STEPS:-5} --json "$OUT/generation.json" ;;
+    generation) run python3 benchmarks/generation.py --work "$work" --steps "${STEPS:-5}" --json "$OUT/$1.json" ;;
+    generation_logprobs)
+      run python3 benchmarks/generation.py --work "$work" --steps "${STEPS:-5}" --logprobs --json "$OUT/$1.json" ;;
     training) run python3 benchmarks/training.py --work "$work" --stages 2 --checkpointing on half off \
       --json "$OUT/training.json" ;;
     bare) # forward, and forward with backward, of as many tokens as the reference work, for its experience phase
