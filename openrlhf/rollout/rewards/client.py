@@ -183,12 +183,13 @@ class RewardClient:
 
     async def _call(self, requests: Sequence[RewardRequest]) -> Sequence[RewardResult | RewardError]:
         started = time.monotonic()
-        self._counts["calls"] += 1
         try:
             results = await self._source.score(requests)
         except RewardError as error:
             return [error] * len(requests)
         finally:
+            # Together: metrics are also taken while calls run, and a latency of no call would have no weight.
+            self._counts["calls"] += 1
             self.latencies.append(time.monotonic() - started)
         if len(results) != len(requests):
             name = type(self._source).__name__

@@ -44,6 +44,30 @@ def test_what_is_ready_goes_out_together() -> None:
     assert client.pop_metrics()["reward/samples"] == 0
 
 
+def test_a_call_counts_when_it_has_ended() -> None:
+    """In asynchronous training metrics are taken while rewards are on their way."""
+
+    async def run() -> list[dict[str, float]]:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def reward_func(queries: list[str], prompts: list[str], labels: list[int]) -> list[int]:
+            begun.set()
+            await go_on.wait()
+            return labels
+
+        client = RewardClient(FunctionReward(reward_func))
+        sample = asyncio.create_task(client.score(request(1)))
+        await begun.wait()
+        taken = [client.pop_metrics()]
+        go_on.set()
+        await sample
+        return [*taken, client.pop_metrics()]
+
+    during, afterwards = asyncio.run(run())
+    assert during["reward/calls"] == 0 and "reward/latency_mean" not in during
+    assert afterwards["reward/calls"] == 1 and afterwards["reward/latency_mean"] > 0
+
+
 def bad_for(*bad: int) -> FunctionReward:
     def reward_func(queries: list[str], prompts: list[str], labels: list[int]) -> list[float]:
         return [float("nan") if label in bad else 1.0 + label for label in labels]
