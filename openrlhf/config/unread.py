@@ -54,7 +54,7 @@ def unread_flags(cfg: TrainerOptions, explicit: Collection[str]) -> Iterator[str
         return
     if {"eps_clip", "eps_clip_low_high"} <= set(explicit):
         yield "--eps_clip changes nothing: --eps_clip_low_high gives both sides of the range"
-    if cfg.policy_loss_type == "gspo" and cfg.enable_vllm_is_correction:
+    if _no_weight(cfg):
         for name in sorted(given & {"use_icepop", "vllm_is_correction_level", "vllm_is_correction_mode"}):
             yield f"--{name} does no more than --enable_vllm_is_correction: {_GSPO}"
 
@@ -97,5 +97,11 @@ def _of_losses(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[tuple[tupl
     if loss == "sapo":
         own = "eps_clip_low_high" if "eps_clip_low_high" in explicit else "eps_clip"
         yield (own,), "sapo has no clip; only the metric ppo_clip_ratio is counted by it"
-    if loss == "gspo" and cfg.enable_vllm_is_correction:
+    if _no_weight(cfg):
         yield _CORRECTION, _GSPO
+
+
+def _no_weight(cfg: PPOConfig) -> bool:
+    """The correction is on, and no loss has its weight: gspo's own has none, and the KL's only an unbiased gradient."""
+    weighted_kl = cfg.init_kl_coef > 0 and cfg.use_kl_loss and cfg.kl_unbiased_gradient
+    return cfg.enable_vllm_is_correction and cfg.policy_loss_type == "gspo" and not weighted_kl

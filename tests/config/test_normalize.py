@@ -288,6 +288,9 @@ class TestAlgorithm:
                 "gating change nothing: gspo takes its ratio",
             ),
             (GSPO, ""),
+            # The weight is also that of the KL's gradient.
+            (f"{GSPO} --use_icepop --vllm_is_truncated_threshold 0.9 2 --use_kl_loss --kl_unbiased_gradient", ""),
+            (f"{GSPO} --use_icepop --use_kl_loss --kl_unbiased_gradient --init_kl_coef 0", "does no more than"),
             ("--vllm_is_truncated_threshold 0.9 1.1", "--enable_vllm_is_correction switches"),
             ("--enable_vllm_is_correction --vllm_is_truncated_threshold 0.9 1.1", ""),
             (
