@@ -12,7 +12,7 @@ import json
 import logging
 import uuid
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from aiohttp import web
 from openrlhf.rollout.agents import AgentExecutorBase, Episode
 from openrlhf.rollout.errors import AgentError, EngineError
 from openrlhf.rollout.openai_wire import Refused, ToolReply, chat_message, plain_messages, reply_body, stream_lines
+from openrlhf.rollout.text import continuation_text
 from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.first_ids import first_ids
 
@@ -30,9 +31,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Conversation(Episode):
-    """One of the rows of ids of a session."""
+    """One of the rows of ids of a session.
 
+    Attributes:
+        shown: its text as the client has it: without what ended the last reply, a stop string or an end token.
+        reply: the last reply as the client has it.
+        busy: a reply is being sampled.
+    """
+
+    shown: str | None = None
+    reply: str = ""
     busy: bool = False
+
+    def beginning(self, text: str, replies: Collection[str] | None) -> str | None:
+        """How much of a request's text is this conversation so far; None where the text does not continue it.
+
+        Args:
+            text: the whole text.
+            replies: contents of the messages of the assistant in it; None without messages.
+        """
+        if text.startswith(self.text):
+            return self.text
+        # A message that merely begins like the reply was changed.
+        if self.shown is not None and text.startswith(self.shown) and (replies is None or self.reply in replies):
+            return self.shown
+        return None
 
 
 @dataclass
@@ -47,13 +70,15 @@ class _Session:
     tool_replies: dict[str, ToolReply] = field(default_factory=dict)
     last: _Conversation | None = None
 
-    async def complete(self, text: str, limit: int | None, stop: list[str], *, chat: bool) -> tuple[Any, int]:
+    async def complete(
+        self, text: str, limit: int | None, stop: list[str], replies: Collection[str] | None
+    ) -> tuple[Any, int]:
         """Samples a continuation of `text`; returns the completion and the number of prompt tokens.
 
         Args:
-            chat: a chat template made the text.
+            replies: what the assistant said in the messages that a chat template made the text of; None without.
         """
-        conversation, new = self._continued(text, chat=chat)
+        conversation, new = self._continued(text, replies)
         start = len(conversation.ids) + len(new)
         room = self.max_length - start
         if room <= 0:
@@ -67,26 +92,27 @@ class _Session:
         params.stop = [*params.stop, *stop]
         conversation.busy = True
         try:
-            output = (await self.engine.generate([*conversation.ids, *new], params)).outputs[0]
+            prompt = [*conversation.ids, *new]
+            output = (await self.engine.generate(prompt, params)).outputs[0]
         finally:
             conversation.busy = False
         if not conversation.ranges:
             self.conversations.append(conversation)
         conversation.append(new)
         conversation.take_turn(output)
-        conversation.text = text + self.tokenizer.decode(
-            output.token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        conversation.text = text + continuation_text(self.tokenizer, prompt, output.token_ids)
+        conversation.shown, conversation.reply = text + output.text, output.text
         self.last = conversation
         return output, start
 
-    def _continued(self, text: str, *, chat: bool) -> tuple[_Conversation, list[int]]:
+    def _continued(self, text: str, replies: Collection[str] | None) -> tuple[_Conversation, list[int]]:
         """The conversation that `text` continues, a new one if there is none, and the ids that come new."""
-        fitting = [c for c in self.conversations if c.ranges and not c.busy and text.startswith(c.text)]
+        begun = ((c, c.beginning(text, replies)) for c in self.conversations if c.ranges and not c.busy)
+        fitting = [(c, len(known)) for c, known in begun if known is not None]
         if not fitting:
-            return _Conversation([], "", []), self._begun(text, chat)
-        conversation = max(fitting, key=lambda c: len(c.text))
-        return conversation, continued_ids(self.tokenizer, text[len(conversation.text) :])
+            return _Conversation([], "", []), self._begun(text, chat=replies is not None)
+        conversation, known = max(fitting, key=lambda fit: fit[1])
+        return conversation, continued_ids(self.tokenizer, text[known:])
 
     def _begun(self, text: str, chat: bool) -> list[int]:
         """Ids of a new conversation: the prompt's own text has the prompt's own ids."""
@@ -187,9 +213,9 @@ class OpenAIAgentExecutor(AgentExecutorBase):
                 raise Refused(f"n={body['n']!r} is not supported")
             limit = body.get("max_completion_tokens") or body.get("max_tokens")
             stop = body.get("stop") or []
-            text = _chat_text(body, session) if chat else _plain_text(body)
+            text, replies = _chat_text(body, session) if chat else (_plain_text(body), None)
             stops = [stop] if isinstance(stop, str) else stop
-            output, used = await session.complete(text, limit, stops, chat=chat)
+            output, used = await session.complete(text, limit, stops, replies)
         except (Refused, AgentError, json.JSONDecodeError) as error:
             return _error(400, "invalid_request_error", error)
         except EngineError as error:  # the engine's record of it ends the episode, whatever the client does
@@ -209,13 +235,15 @@ class OpenAIAgentExecutor(AgentExecutorBase):
         return response
 
 
-def _chat_text(body: Mapping[str, Any], session: _Session) -> str:
+def _chat_text(body: Mapping[str, Any], session: _Session) -> tuple[str, set[str]]:
+    """The text of a request's messages, and what the assistant said in them."""
     messages = plain_messages(body.get("messages"), session.tool_replies)
     options = {"tools": body.get("tools"), "tokenize": False, "add_generation_prompt": True}
     try:
-        return session.tokenizer.apply_chat_template(messages, **options)
+        text = session.tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates are programs of the model's makers; the client gets their words
         raise Refused(f"the chat template refuses these messages: {error}") from error
+    return text, {m["content"] for m in messages if m.get("role") == "assistant" and isinstance(m.get("content"), str)}
 
 
 def _plain_text(body: Mapping[str, Any]) -> str:

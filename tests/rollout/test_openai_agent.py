@@ -101,8 +101,8 @@ def test_what_is_new_goes_on_without_a_blank(monkeypatch: pytest.MonkeyPatch) ->
     start = TOK.encode("User: a")
     known = _Conversation(start, "User: a", [0.0] * len(start), [(0, 1)])
     session = _Session(None, 99, TOK, None, [known])
-    assert session._continued("User: abb", chat=True) == (known, TOK.encode("bb")[1:])
-    assert session._continued("other", chat=True)[1] == TOK.encode("other")
+    assert session._continued("User: abb", set()) == (known, TOK.encode("bb")[1:])
+    assert session._continued("other", set())[1] == TOK.encode("other")
 
 
 def test_turns_continue_the_sampled_ids() -> None:
@@ -135,6 +135,42 @@ def test_a_reply_cut_by_the_limit_is_continued_too() -> None:
     assert engine.sampling[0].max_tokens == 2
     assert engine.prompts[1][: len(engine.prompts[0]) + 3] == [*engine.prompts[0], A, B, EOS]
     assert trajectory.response_length == 4 and trajectory.extra_logs["conversations"] == 1.0
+
+
+@pytest.mark.parametrize("end", [B, EOS], ids=["stop string", "end token"])
+def test_turns_continue_where_the_client_does_not_see_what_ended_the_reply(end: int) -> None:
+    sampling = SamplingParams(stop=("b",))
+
+    async def chat(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        reply = (await ask(client, [user(prompt)])).choices[0].message
+        assert reply.content == "a"
+        await ask(client, [user(prompt), assistant("a"), user("more")])
+        return 1.0
+
+    async def completions(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        assert (await client.completions.create(model="policy", prompt=prompt)).choices[0].text == "a"
+        await client.completions.create(model="policy", prompt=f"{prompt}a so")
+        return 1.0
+
+    between = "\nU:more<eos>\nA:" if end == EOS else "<eos>\nU:more<eos>\nA:"
+    for play, start, new in ((chat, "U:hi<eos>\nA:", between), (completions, "hi", " so")):
+        engine = ScriptedEngine([([A, end], "stop"), ([B], "length")])
+        trajectory = one(play, engine, sampling=sampling)
+        assert trajectory.extra_logs == {"conversations": 1.0}
+        assert trajectory.token_ids.tolist() == [*TOK.encode(start), A, end, *TOK.encode(new), B]
+        assert trajectory.response_length == 3
+
+
+def test_a_reply_that_the_client_went_on_with_starts_a_new_row() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt)])
+        await ask(client, [user(prompt), assistant("ab"), user("more")])
+        return 1.0
+
+    engine = ScriptedEngine([([A, B], "stop"), [A, EOS]])
+    assert one(play, engine, sampling=SamplingParams(stop=("b",))).extra_logs["conversations"] == 1.0
+    engine = ScriptedEngine([([A, TOK.ids["c"]], "stop"), [A, EOS]])
+    assert one(play, engine, sampling=SamplingParams(stop=("c",))).extra_logs["conversations"] == 2.0
 
 
 def test_plain_completions_tools_and_content_parts() -> None:
