@@ -52,6 +52,9 @@ def refusal(error: ValidationError) -> RefusedByVLLM:
 UNSYNCED = "default"
 """vLLM's label of the weights that it loaded itself."""
 
+IMAGE_TRIES = 4
+"""Times that a request with images is sent. A pause that clears vLLM's caches can make each of them fail once."""
+
 
 class VLLMEngine:
     """A vLLM ``AsyncLLM`` and the episodes that use it.
@@ -97,10 +100,11 @@ class VLLMEngine:
         self, prompt_token_ids: list[int], sampling: SamplingParams, images: Sequence[PlacedImage] = ()
     ) -> GenerationResult:
         """Sample one continuation of a prompt; ids in, ids out. The ids have every image's tokens in place."""
-        prompt: Any = {"prompt_token_ids": prompt_token_ids}
+        options = self._vllm_sampling(sampling)
         if images:
-            prompt = await multimodal_prompt(self._llm, prompt_token_ids, images)
-        output = await self._run(prompt, self._vllm_sampling(sampling))
+            output = await self._run_with_images(prompt_token_ids, options, images)
+        else:
+            output = await self._run({"prompt_token_ids": prompt_token_ids}, options)
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         return GenerationResult(
@@ -134,6 +138,20 @@ class VLLMEngine:
         output = await self._run({"prompt_token_ids": token_ids}, options)
         entries = output.prompt_logprobs
         return [0.0] + [entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
+
+    async def _run_with_images(self, token_ids: list[int], sampling: Any, images: Sequence[PlacedImage]) -> Any:
+        """As :meth:`_run`, once more where vLLM's core has not the images that its front end believes are there.
+
+        The front end sends the core an image once, and its hash after that. Images that come while a pause clears the
+        caches of both, and those of requests that are given up before they are sent, are known to the front end alone.
+        The core answers a hash that it does not know with an error and no tokens, and the front end forgets it.
+        """
+        for _ in range(IMAGE_TRIES):
+            output = await self._run(await multimodal_prompt(self._llm, token_ids, images), sampling)
+            completion = output.outputs[0]
+            if completion.token_ids or completion.finish_reason != "error":
+                break
+        return output
 
     async def _run(self, prompt: Any, sampling: Any) -> Any:
         request_id = f"{self.spec.index}-{next(self._request_ids)}"

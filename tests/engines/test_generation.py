@@ -12,15 +12,16 @@ import pytest
 from ray import cloudpickle
 from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput
+from vllm.v1.engine import FinishReason
 
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.config import PPOConfig
-from openrlhf.engines import pool
+from openrlhf.engines import pool, vllm_engine
 from openrlhf.engines.pool import EnginePool, GroupCalls
 from openrlhf.engines.spec import EngineSpec, model_arguments
-from openrlhf.engines.vllm_engine import UNSYNCED, RefusedByVLLM, VLLMEngine, _token_versions
+from openrlhf.engines.vllm_engine import IMAGE_TRIES, UNSYNCED, RefusedByVLLM, VLLMEngine, _token_versions
 from openrlhf.rollout.group import PromptItem
-from openrlhf.rollout.protocol import SamplingParams
+from openrlhf.rollout.protocol import PlacedImage, SamplingParams
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
@@ -151,6 +152,66 @@ def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
         result = asyncio.run(engine.generate([1], sampling))
         assert (result.token_ids, result.logprobs) == ([7, 7, 9], [-0.5, -0.25, -2.0])
         assert asked[-1].flat_logprobs and asked[-1].logprobs == 0
+
+
+@dataclass
+class TwoCaches:
+    """vLLM's front end and core, each of which keeps what images it knows."""
+
+    front: set[bytes] = field(default_factory=set)
+    core: set[bytes] = field(default_factory=set)
+    rendered: int = 0
+
+    async def render(self, llm: Any, token_ids: list[int], images: list[PlacedImage]) -> Any:
+        self.rendered += 1
+        sent = [(image.data, image.data in self.front) for image in images]  # whole, or its hash
+        self.front.update(data for data, _ in sent)
+        return {"prompt_token_ids": token_ids, "images": sent}
+
+    async def run(self, prompt: Any, sampling: Any) -> Any:
+        missing = {data for data, known in prompt["images"] if known and data not in self.core}
+        self.core.update(data for data, known in prompt["images"] if not known)
+        self.front -= missing
+        reason = FinishReason.ERROR if missing else FinishReason.STOP
+        token_ids = [] if missing else [7, 9]
+        completion = CompletionOutput(0, "", token_ids, None, None, finish_reason=str(reason))
+        return SimpleNamespace(outputs=[completion], kv_transfer_params=None)
+
+
+def engine_with(caches: TwoCaches, monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
+    monkeypatch.setattr(vllm_engine, "multimodal_prompt", caches.render)
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._llm, engine._run = None, caches.run  # type: ignore[method-assign]
+    return engine
+
+
+def test_images_that_vllm_lost_while_it_was_paused_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = TwoCaches()
+    engine = engine_with(caches, monkeypatch)
+    images = [PlacedImage(0, 1, b"cat"), PlacedImage(2, 1, b"dog")]
+
+    def sampled() -> list[int]:
+        return asyncio.run(engine.generate([5, 1, 5, 1], SamplingParams(), images)).token_ids
+
+    assert sampled() == sampled() == [7, 9] and caches.rendered == 2  # the second time by their hashes
+    caches.core.clear()  # a pause, which the front end does not hear of for images that came during it
+    assert sampled() == [7, 9] and caches.rendered == 4
+    caches.front.add(b"bird")  # rendered for a request that was given up before it was sent
+    images.append(PlacedImage(4, 1, b"bird"))
+    assert sampled() == [7, 9] and caches.rendered == 6
+
+
+def test_an_engine_that_can_never_read_an_image_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches = TwoCaches()
+    engine = engine_with(caches, monkeypatch)
+
+    async def fails(prompt: Any, sampling: Any) -> Any:
+        completion = CompletionOutput(0, "", [], None, None, finish_reason=str(FinishReason.ERROR))
+        return SimpleNamespace(outputs=[completion], kv_transfer_params=None)
+
+    engine._run = fails  # type: ignore[method-assign]
+    result = asyncio.run(engine.generate([5], SamplingParams(), [PlacedImage(0, 1, b"cat")]))
+    assert (result.token_ids, result.finish_reason, caches.rendered) == ([], "error", IMAGE_TRIES)
 
 
 def test_what_vllm_refuses_is_told_in_words_that_travel(tmp_path: Path) -> None:
