@@ -27,6 +27,7 @@ from openrlhf.serve.metrics import SHARED_FOLDER
 from openrlhf.tools.errors import ToolError
 from openrlhf.utils.errors import ExplainedError
 from openrlhf.utils.logging import get_logger
+from openrlhf.utils.network import family_of
 from openrlhf.utils.process import available_cores, die_with_parent
 
 logger = get_logger(__name__)
@@ -47,7 +48,7 @@ def bind(host: str, port: int, shared: bool) -> socket.socket:
     Raises:
         ToolError: the address is taken or not one of this machine.
     """
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock = socket.socket(family_of(host))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if shared:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -124,7 +125,8 @@ def serve(cfg: ServeRMConfig) -> int:
     """
     with bind(cfg.host, cfg.port, shared=False) as sock:
         cfg = dataclasses.replace(cfg, port=sock.getsockname()[1])  # --port 0 is any free one
-        told = f"serving {cfg.reward_pretrain} at http://{cfg.host}:{cfg.port}/get_reward"
+        host = f"[{cfg.host}]" if ":" in cfg.host else cfg.host
+        told = f"serving {cfg.reward_pretrain} at http://{host}:{cfg.port}/get_reward"
         if cfg.workers == 1:
             _serve_here(cfg, sock, 0, lambda: logger.info("%s", told))
             return 0

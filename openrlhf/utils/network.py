@@ -22,6 +22,11 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Of sockets for an address, which is IPv4 or IPv6, or a name (then IPv4)."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def address_towards(host: str) -> str:
     """The address under which this host sends to another one.
 

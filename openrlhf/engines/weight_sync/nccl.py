@@ -15,6 +15,8 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 from vllm.utils.nccl import unpinned_nccl_env
 
+from openrlhf.utils.network import family_of
+
 
 @dataclass
 class HeldPortInitInfo(NCCLTrainerInitInfo):
@@ -46,9 +48,10 @@ class HeldPortTrainerEngine(NCCLTrainerWeightTransferEngine):
             "packed_num_buffers": init_info.packed_num_buffers,
         }
         engine = cls(client=client, source=source, is_sender=True, **wire)
-        listening = socket.create_server((init_info.master_address, 0))
+        host = init_info.master_address
+        listening = socket.create_server((host, 0), family=family_of(host))
         for_workers = NCCLWeightTransferInitInfo(
-            master_address=init_info.master_address,
+            master_address=host,
             master_port=listening.getsockname()[1],
             rank_offset=1,
             world_size=init_info.world_size,

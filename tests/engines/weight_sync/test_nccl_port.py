@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 
 from openrlhf.engines.weight_sync import plugin, sender
 from openrlhf.engines.weight_sync.nccl import HeldPortTrainerEngine
+from openrlhf.utils.network import family_of
 
 
 class Worker:
@@ -25,13 +26,14 @@ class Worker:
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         self.told = info
         where = info["master_address"], info["master_port"]
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        with socket.socket(family_of(where[0])) as other, pytest.raises(OSError, match="in use"):
             other.bind(where)
         self.groups.append(StatelessProcessGroup.create(*where, 1, 2, store_timeout=20))
 
 
-def test_the_sender_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender, "node_address", lambda: "127.0.0.1")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_sender_keeps_its_port(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "node_address", lambda: address)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(pynccl, "PyNcclCommunicator", lambda group, device: group)
     plugin.register()
@@ -39,6 +41,7 @@ def test_the_sender_keeps_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     info = sender._init_info("nccl", 0, 1, 1, 60.0)
     engine: Any = WeightTransferTrainerFactory.trainer_init(info, client=worker, source=[])  # type: ignore[arg-type]
     assert isinstance(engine, HeldPortTrainerEngine) and engine.is_sender and engine.packed
+    assert worker.told["master_address"] == address
     assert worker.told["rank_offset"] == 1 and worker.told["world_size"] == 2
     assert worker.told["packed"] and worker.told["packed_buffer_size_bytes"] == sender.NCCL_BUFFER_BYTES
     group = engine.model_update_group
