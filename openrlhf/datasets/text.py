@@ -21,6 +21,9 @@ _ROLES = {
 }
 """Role of who a message is ``from``, in data that names it so."""
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages that have the thoughts before an answer. Each template reads one of them, or none."""
+
 # what a template's own words, or what it does with a message that it doesn't expect, raise
 _REFUSALS = (TemplateError, TypeError, KeyError)
 
@@ -312,6 +315,13 @@ def _require_answer(message: Message, text: str, what: str) -> None:
         raise DataError(
             f"{what} as {text[-80:]!r}, without (all of) its content; take out of the rows what the template drops, or "
             "give a template that keeps it with --tokenizer_chat_template"
+        )
+    lost = [k for k in _THOUGHTS if isinstance(message.get(k), str) and "".join(message[k].split()) not in written]
+    if lost:
+        raise DataError(
+            f"{what} as {text[-80:]!r}, without the thoughts that it has under {lost[0]!r}; rename the key to the one "
+            f"that the template reads (of {', '.join(_THOUGHTS)}), put the thoughts into the content, take them out of "
+            "the rows, or give a template that writes them with --tokenizer_chat_template"
         )
     calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
     missing = [call["name"] for call in calls if isinstance(call, dict) and str(call.get("name", "")) not in text]

@@ -219,3 +219,38 @@ def test_a_thought_is_learnt_in_the_last_answer() -> None:
     text = tokenizer.decode(row.token_ids)
     assert text == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\na<|im_end|>"
     assert row.loss_mask.index(True) == row.token_ids.index(tokenizer.convert_tokens_to_ids("<"))
+
+
+READS_THOUGHTS = (
+    "{% for m in messages %}{{ '[' + m.role + ']' }}"
+    "{% if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content.strip() + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content + eos_token }}{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+def test_thoughts_beside_the_answer_are_learnt_with_it() -> None:
+    tokenizer = letters(READS_THOUGHTS)
+    talk = [TALK[1], {"role": "assistant", "content": "a", "reasoning_content": " hm\n\nso  "}]
+    row = tokenize_sft_row({"talk": talk}, "row 0", style(), tokenizer)
+    learnt = [token for token, on in zip(row.token_ids, row.loss_mask, strict=True) if on]
+    assert tokenizer.decode(learnt) == f"<think>\nhm\n\nso\n</think>\n\na{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_that_the_template_does_not_read(key: str) -> None:
+    tokenizer = tokenizer_of(families.CHATML)
+    answer = {"role": "assistant", "content": "a", key: "hm"}
+    words = (
+        f"row 5: the chat template writes message 1 as .*'a<.*without the thoughts that it has under {key!r}; rename"
+    )
+    with pytest.raises(DataError, match=words):
+        tokenize_sft_row({"talk": [TALK[1], answer]}, "row 5", style(), tokenizer)
+    pair = {"talk": TALK[1:2], "good": [answer], "bad": [{"role": "assistant", "content": "c"}]}
+    cfg = DPOConfig(prompt_key="talk", chosen_key="good", rejected_key="bad", apply_chat_template=True, max_len=999)
+    with pytest.raises(DataError, match=words):
+        tokenize_pair(pair, "row 5", PreferenceFormat.from_config(cfg), tokenizer)
+    # Those of earlier turns, which nobody learns, are the template's own affair; and an answer may repeat its thoughts.
+    earlier = [TALK[1], answer, {"role": "user", "content": "r"}, {"role": "assistant", "content": "b", key: " "}]
+    assert sum(tokenize_sft_row({"talk": earlier}, "row 0", style(), tokenizer).loss_mask) == 2
+    both = [TALK[1], {**answer, "content": "<think>hm</think>a"}]
+    assert any(tokenize_sft_row({"talk": both}, "row 0", style(), tokenizer).loss_mask)
