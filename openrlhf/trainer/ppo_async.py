@@ -177,6 +177,7 @@ class AsyncPPOTrainer(PPOTrainer):
                 in_flight=cfg.vllm_generate_batch_size,
                 last_step=cfg.max_steps if cfg.max_steps > 0 else None,
                 filter_rounds=cfg.dynamic_filtering_max_rounds,
+                drained=not cfg.partial_rollout,
             )
             calls = self.system.engines.group_calls(cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout)
             queue = RolloutQueue(self.stream, self.buffer, self._filter, limits, self._select)

@@ -53,6 +53,7 @@ class QueueLimits:
         in_flight: prompts being generated at the same time.
         last_step: number of steps of the whole run, None for as many as the data gives.
         filter_rounds: how many times ``batch`` groups in a row a filter may drop before the run gives up.
+        drained: nothing runs while weights change.
     """
 
     batch: int
@@ -60,6 +61,15 @@ class QueueLimits:
     in_flight: int
     last_step: int | None = None
     filter_rounds: int = 10
+    drained: bool = False
+
+    @property
+    def in_turn(self) -> bool:
+        """Every step is generated while the one before it trains, so that it has the same groups in every run.
+
+        Else the first step would take those of its own and the next one's groups that happen to finish first.
+        """
+        return self.drained and self.queue_size == 1
 
 
 class RolloutQueue:
@@ -142,7 +152,7 @@ class RolloutQueue:
     def _steps_allowed(self) -> int:
         """Steps whose groups may exist besides those that are being trained on."""
         next_step = self._version + self._training
-        allowed = self._version + self._limits.queue_size + 1 - next_step
+        allowed = 1 if self._limits.in_turn else self._version + self._limits.queue_size + 1 - next_step
         return allowed if self._limits.last_step is None else min(allowed, self._limits.last_step - next_step)
 
     def finished(self, group: Group) -> None:

@@ -116,7 +116,7 @@ def test_any_order_of_events_trains_every_prompt_once_and_stays_within_the_bound
     for seed in range(60):
         chance = random.Random(seed)
         count, batch, episodes = chance.randint(1, 13), chance.randint(1, 5), chance.randint(1, 3)
-        limits = QueueLimits(batch, queue_size, in_flight=chance.randint(1, 3 * batch))
+        limits = QueueLimits(batch, queue_size, in_flight=chance.randint(1, 3 * batch), drained=drain)
         run = Run(PromptStream(rows(count), seed, episodes), limits, drain, chance)
         while run.step():
             pass
@@ -147,6 +147,23 @@ def test_whatever_a_buffer_filter_chooses_every_prompt_is_trained_on_once_within
         assert max(run.ages) <= queue_size
         stale += run.stale
     assert stale > 0  # some were left waiting for too long, and came again
+
+
+def test_with_a_queue_of_one_and_draining_every_step_has_the_same_groups_whatever_finishes_first() -> None:
+    for seed in range(60):
+        chance = random.Random(seed)
+        count, batch = chance.randint(1, 13), chance.randint(1, 5)
+        unlearnable = frozenset(chance.sample(range(count), chance.randint(0, count // 2)))
+        limits = QueueLimits(batch, 1, in_flight=chance.randint(1, 3 * batch), drained=True)
+        steps, ages = [], []
+        for order in range(5):
+            run = Run(PromptStream(rows(count), seed, 2), limits, True, random.Random(order), unlearnable)
+            while run.step():
+                pass
+            steps.append([sorted(step) for step in run.steps])
+            ages.append(run.ages)
+        assert steps == [steps[0]] * 5
+        assert ages == [ages[0]] * 5
 
 
 def test_filtered_groups_are_replaced_and_counted() -> None:
