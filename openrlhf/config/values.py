@@ -70,7 +70,8 @@ def _is_none(spec: FlagSpec, raw: Any) -> bool:
         return False
     if raw is None or (isinstance(raw, str) and raw.strip().lower() in NONE_WORDS):
         return True
-    return raw is False and spec.kind is str
+    # an empty text is what a script's unset variable gives
+    return spec.kind is str and (raw is False or (raw == "" and spec.count == 1))
 
 
 def _as_list(raw: Any) -> list[Any]:

@@ -61,6 +61,14 @@ class TestCommandLine:
         ids = parsed("train_ppo_ray", "--stop_token_ids", "3, 4").config.stop_token_ids
         assert ids == [3, 4] and "takes 2 values" in violations("train_sft", "--adam_betas", "1,2,3")["adam_betas"]
 
+    def test_an_empty_text_is_a_flag_that_is_not_given(self) -> None:
+        """As a script's unset variable gives it: ``--output_key "$OUTPUT_KEY"``."""
+        config = parsed("train_sft", "--output_key", "", "--eval_dataset=", "input_template=").config
+        assert config.output_key is None and config.eval_dataset is None and config.input_template is None
+        assert parsed("train_rm", "--prompt_key", "").config.prompt_key is None
+        assert parsed("train_ppo_ray", "--label_key", "").config.label_key is None
+        assert parsed("train_dpo", "--ref_pretrain", "").config.ref_pretrain == "org/model"
+
     def test_no_module_at_all(self) -> None:
         assert parsed("train_sft", "--target_modules", "--seed", "1").config.target_modules == []
         stops = parsed("train_ppo_ray", "--stop_strings", "[END]", "a, b", "--stop_token_ids", "[3,4]").config
