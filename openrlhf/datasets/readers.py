@@ -1,4 +1,4 @@
-"""Read JSON and CSV as they are written: texts stay texts, whatever they look like."""
+"""Read JSON and CSV as they are written: texts stay texts, whatever they look like. Files without rows are none."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from unittest import mock
 import pandas
 import pyarrow
 import pyarrow.json
-from datasets import Dataset, DatasetDict, load_dataset_builder
+from datasets import Dataset, DatasetBuilder, DatasetDict, load_dataset_builder
+from datasets import config as datasets_config
 from datasets.packaged_modules.csv import csv as csv_module
 from datasets.packaged_modules.csv.csv import Csv
 from datasets.packaged_modules.json import json as json_module
 from datasets.packaged_modules.json.json import Json
+from datasets.packaged_modules.parquet.parquet import Parquet
 
 # Fields of a builder's configuration that say which data it reads, not how.
 _WHICH = {"name", "version", "data_dir", "data_files", "description", "features"}
 
 
-def read_as_written(name: str, **which: Any) -> Dataset | DatasetDict:
+def read_as_written(name: str, **which: Any) -> DatasetDict:
     """As `datasets.load_dataset`, but texts of JSON files don't become dates, and all cells of CSV files are texts.
+
+    A split, or a file of several, may have no rows.
 
     Args:
         name: a folder, a hub id, or the name of a format.
@@ -43,8 +47,21 @@ def read_as_written(name: str, **which: Any) -> Dataset | DatasetDict:
                 **{field: value for field, value in how.items() if field not in _WHICH},
             )
             break
+    if isinstance(builder, Parquet) and builder.config.batch_size is None:
+        # By itself it takes the size of a file's first part, which is 0 in a file without rows.
+        builder.config.batch_size = datasets_config.DEFAULT_MAX_BATCH_SIZE
     builder.download_and_prepare()
-    return builder.as_dataset()
+    return DatasetDict({str(split): _rows_of(builder, str(split)) for split in builder.info.splits or ()})
+
+
+def _rows_of(builder: DatasetBuilder, split: str) -> Dataset:
+    assert builder.info.splits is not None
+    if builder.info.splits[split].num_examples == 0:  # which the library refuses to open
+        columns = builder.info.features or {}
+        return Dataset.from_dict({column: [] for column in columns}, features=builder.info.features)
+    rows = builder.as_dataset(split)
+    assert isinstance(rows, Dataset)
+    return rows
 
 
 class _TextJson(Json):
@@ -71,8 +88,12 @@ def _read_csv(file: Any, **how: Any) -> Any:
 
 
 def _read_json(file: Any, read_options: Any) -> pyarrow.Table:
-    """Arrow takes texts for times if all of a column look like one; only a schema says that they aren't."""
+    """Arrow takes texts for times if all of a column look like one; only a schema says that they aren't.
+
+    Nor does it look whether texts are UTF-8, which only those notice who read them.
+    """
     table = pyarrow.json.read_json(file, read_options)
+    table.validate(full=True)
     schema = pyarrow.schema([field.with_type(_texts_for_times(field.type)) for field in table.schema])
     if schema == table.schema:
         return table

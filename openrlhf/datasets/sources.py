@@ -15,6 +15,7 @@ from datasets import (
     Dataset,
     DatasetDict,
     Json,
+    LargeList,
     List,
     Value,
     concatenate_datasets,
@@ -24,6 +25,7 @@ from datasets import (
 )
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetGenerationError
+from datasets.table import CastError
 
 from openrlhf.config import BatchInferenceConfig, DPOConfig, KTOConfig, PPOConfig, RMConfig, SFTConfig
 from openrlhf.config.datasource import Source, check_source, parse_probabilities, parse_sources, split_parts
@@ -35,6 +37,15 @@ from openrlhf.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _SMALL_FILE_BYTES = 16 << 20
+
+# Types that differ in the size of their values, or of their offsets, by the one that holds the values of all.
+# pandas writes large_string into Parquet files, Polars large lists too.
+_WIDTHS = {
+    "large_string": {"string", "large_string", "string_view"},
+    "int64": {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"},
+    "float64": {"float16", "float32", "float64"},
+}
+_LISTS = (List, LargeList)
 
 _Configured: TypeAlias = SFTConfig | RMConfig | DPOConfig | KTOConfig | BatchInferenceConfig
 
@@ -151,9 +162,10 @@ def text_columns(cfg: _Configured | PPOConfig) -> dict[str, str]:
 
 
 def needed_columns(cfg: _Configured) -> set[str]:
-    """The columns that a command's flags name, and ``margin``."""
+    """The columns that a command's flags name, and ``margin`` where it is read."""
     flags = ("input_key", "output_key", "label_key", "prompt_key", "chosen_key", "rejected_key")
-    return {"margin", *filter(None, (getattr(cfg, flag, None) for flag in flags))}
+    margin = {"margin"} if isinstance(cfg, RMConfig) and cfg.margin_loss else set()
+    return {*margin, *filter(None, (getattr(cfg, flag, None) for flag in flags))}
 
 
 def _named(part: Dataset, source: str, parts: Sequence[Dataset], texts: Mapping[str, str]) -> Dataset:
@@ -180,7 +192,7 @@ def _named(part: Dataset, source: str, parts: Sequence[Dataset], texts: Mapping[
 
 
 def _holds_messages(rows: Dataset, column: str) -> bool:
-    if not isinstance(rows.features[column], List):
+    if not isinstance(rows.features[column], _LISTS):
         return False
     first = rows.select_columns([column])[0][column]
     keys = set(first[0]) if first and isinstance(first[0], dict) else set()
@@ -213,8 +225,11 @@ def _alike(parts: list[Dataset], names: list[str], needed: Collection[str] | Non
 
 
 def _with_all_keys(one: Any, other: Any) -> Any:
-    """A type for the values of both, with all keys at every depth; None where they are not dicts, or lists of them."""
-    if isinstance(one, List) and isinstance(other, List):
+    """A type for the values of both, with all keys at every depth; None where there is none.
+
+    That is so for values that are not dicts, or lists of them, unless only the width of their type differs.
+    """
+    if isinstance(one, _LISTS) and isinstance(other, _LISTS):
         inner = _with_all_keys(one.feature, other.feature)
         return None if inner is None else List(inner)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -224,6 +239,9 @@ def _with_all_keys(one: Any, other: Any) -> Any:
         return one if other == Value("null") else other
     if one == other:
         return one
+    for width, kinds in _WIDTHS.items():
+        if isinstance(one, Value) and isinstance(other, Value) and {one.dtype, other.dtype} <= kinds:
+            return Value(width)
     dicts = isinstance(one, dict | Json) and isinstance(other, dict | Json)
     return Json() if dicts else None  # as the library reads a file whose rows have dicts of several kinds
 
@@ -279,15 +297,20 @@ def _load_file(source: Source, path: Path) -> Dataset | DatasetDict:
 
 def _where_json_ends(path: Path) -> str | None:
     """Line and reason for which a file is neither a JSON list nor a JSON value a line; None if it is one of them."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
         is_list = path.suffix == ".json" and file.read(1) == "["
         file.seek(0)
         for number, line in enumerate([file.read()] if is_list else file):
             try:
                 if line.strip():
                     json.loads(line)
+                line.encode()
             except json.JSONDecodeError as error:
                 return f"line {number + error.lineno}, column {error.colno}: {error.msg}"
+            except UnicodeEncodeError as error:
+                before = line[: error.start]
+                place = f"line {number + 1 + before.count(chr(10))}, column {error.start - before.rfind(chr(10))}"
+                return f"{place}: not UTF-8; convert the file"
     return None
 
 
@@ -321,7 +344,9 @@ def _load_remote(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:
 
 def _reason(error: BaseException) -> str:
     inner = error.__cause__ or error
-    return f"{type(inner).__name__}: {next(iter(str(inner).strip().splitlines()), '')}"
+    if isinstance(inner, CastError):  # its text lists the types of all columns
+        return f"the rows don't have the same columns: at some point {inner.details()}"
+    return f"{type(inner).__name__}: {' '.join(str(inner).split()):.300}"
 
 
 def _slice(rows: Dataset | DatasetDict, split: re.Match[str], source: str) -> Dataset:

@@ -113,9 +113,7 @@ class FinalOutputs(Scheduler):
             del self._kept[output.request_id]
         return whole
 
-    def finish_requests(
-        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> list[Request]:
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         ended = super().finish_requests(request_ids, finished_status)
         for request in ended:
             self._kept.pop(request.request_id, None)

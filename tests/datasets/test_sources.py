@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from data_cases import write_jsonl
 from datasets import Dataset, DatasetDict
@@ -203,6 +205,45 @@ def test_empty_and_damaged_files(tmp_path: Path) -> None:
         load_rows(str(tmp_path / "folder"))
 
 
+def test_json_in_another_encoding_names_the_line(tmp_path: Path) -> None:
+    """The reader takes any bytes for texts, and what reads them ended in an error of its own."""
+    lines, rows = tmp_path / "rows.jsonl", tmp_path / "rows.json"
+    lines.write_text('{"input": "a"}\n{"input": "é"}\n', encoding="latin1")
+    rows.write_text('[{"input": "a"},\n {"input": "aé"}]', encoding="latin1")
+    for path, place in ((lines, "line 2, column 12"), (rows, "line 2, column 14")):
+        with pytest.raises(DataError, match=f"cannot read .* as json: {place}: not UTF-8"):
+            load_rows(str(path))
+
+
+def test_files_without_rows(tmp_path: Path) -> None:
+    """As Spark and others write them: beside other parts they are nothing, alone they are told."""
+    some = Dataset.from_list(ROWS)
+    none = Dataset.from_dict({"input": [], "output": []}, features=some.features)
+    none.to_parquet(tmp_path / "none.parquet")
+    (tmp_path / "none.csv").write_text("input,output\n")
+    for path in (tmp_path / "none.parquet", tmp_path / "none.csv"):
+        with pytest.raises(DataError, match="has no rows"):
+            load_rows(str(path))
+    parts, splits = tmp_path / "parts", tmp_path / "splits"
+    parts.mkdir()
+    none.to_parquet(parts / "part-0.parquet")
+    some.to_parquet(parts / "part-1.parquet")
+    assert len(values(str(parts))) == 10
+    splits.mkdir()
+    (splits / "train.csv").write_text("input\nq\n")
+    (splits / "test.csv").write_text("input\n")
+    assert values(str(splits)) == ["q"]
+    with pytest.raises(DataError, match="no rows"):
+        load_rows(str(splits), split="test")
+
+
+def test_files_of_a_folder_that_have_other_columns_are_told(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"input": "x"}])
+    write_jsonl(tmp_path / "b.jsonl", [{"input": "x", "more": 1}])
+    with pytest.raises(DataError, match=r"at some point there are 1 new columns \({'more'}\)\); it has: a.jsonl, b"):
+        load_rows(str(tmp_path))
+
+
 def test_unknown_split_lists_the_splits(jsonl: str) -> None:
     with pytest.raises(DataError, match="no split 'test'; it has: train"):
         load_rows(jsonl, split="test")
@@ -219,6 +260,34 @@ def test_sources_that_do_not_fit_together(tmp_path: Path, jsonl: str) -> None:
     )
     with pytest.raises(DataError, match=words):
         load_rows(f"{jsonl},{other}")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
+def test_texts_of_any_width_fit_together(tmp_path: Path, jsonl: str, kind: pa.DataType) -> None:
+    """pandas writes large strings into Parquet files, and Polars large lists of them."""
+    message = pa.struct([("role", kind), ("content", kind)])
+    chats = [[{"role": "user", "content": "hi"}]]
+    columns = {
+        "input": pa.array(["x"], kind),
+        "output": pa.array(["y"], kind),
+        "chat": pa.array(chats, pa.large_list(message)),
+        "count": pa.array([1], pa.int32()),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    other = write_jsonl(tmp_path / "b.jsonl", [{"chat": chats[0], "count": 2}])
+    rows = load_rows(f"{tmp_path / 'a.parquet'}, {jsonl}, {other}")
+    assert rows["input"][:2] == ["x", "q0"] and rows["output"][0] == "y"
+    assert rows["chat"][0] == rows["chat"][-1] == chats[0]
+    assert rows["count"][0] == 1 and rows["count"][-1] == 2
+
+
+def test_large_lists_of_messages_are_found_under_another_name(tmp_path: Path) -> None:
+    message = pa.struct([("role", pa.large_string()), ("content", pa.large_string())])
+    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]]
+    pq.write_table(pa.table({"talk": pa.array(chats, pa.large_list(message))}), tmp_path / "a.parquet")
+    other = write_jsonl(tmp_path / "b.jsonl", [{"messages": chats[0]}])
+    cfg = SFTConfig(dataset=f"{other},{tmp_path / 'a.parquet'}", input_key="messages")
+    assert list(load_configured_rows(cfg)["messages"]) == [chats[0], chats[0]]
 
 
 def test_columns_that_differ_and_are_not_needed_are_left_out(tmp_path: Path) -> None:
@@ -239,7 +308,9 @@ def test_columns_that_differ_and_are_not_needed_are_left_out(tmp_path: Path) -> 
         load_rows(cfg.dataset or "")
     margins = write_jsonl(tmp_path / "m.jsonl", [{"margin": 1}]), write_jsonl(tmp_path / "n.jsonl", [{"margin": "1"}])
     with pytest.raises(DataError, match="column 'margin' is"):
-        load_configured_rows(RMConfig(dataset=",".join(margins)))
+        load_configured_rows(RMConfig(dataset=",".join(margins), margin_loss=True))
+    kept = load_configured_rows(RMConfig(dataset=",".join(margins), chosen_key="margin2")).column_names
+    assert "margin" not in kept  # nothing reads it without --margin_loss
 
 
 def test_hub_name_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
