@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.sources import DataError
 from openrlhf.utils.continued import encode_continued
 from openrlhf.utils.first_ids import adds_bos, last_ids
+from openrlhf.utils.tool_calls import with_readable_arguments
 
 Message = dict[str, Any]
 
@@ -121,9 +122,10 @@ def render(
         raise DataError("the tokenizer has no chat template; leave --apply_chat_template out or give one")
     if any(isinstance(message["content"], list) for message in messages) and not _takes_parts(tokenizer):
         messages = [{**message, "content": _joined(message["content"], where)} for message in messages]
+    readable = with_readable_arguments(tokenizer, messages)
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt
+            readable, tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=prompt
         )
     except _REFUSALS as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error

@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 # Part of the name of cached ids: raise it with every change of the ids, masks or reasons that the code (text, sft,
 # preference, unpaired) makes of a row, or ids of the old code would be trained on.
-FORMAT = 4
+FORMAT = 5
 
 DROPPED = "dropped"
 # Below this many rows the result stays in memory; above, on disk, where all ranks share it.

@@ -25,6 +25,7 @@ from openrlhf.rollout.openai_wire import Refused, ToolReply, chat_message, plain
 from openrlhf.rollout.text import continuation_text
 from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.first_ids import first_ids
+from openrlhf.utils.tool_calls import with_readable_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ def _chat_text(body: Mapping[str, Any], session: _Session) -> tuple[str, set[str
     messages = plain_messages(body.get("messages"), session.tool_replies)
     options = {"tools": body.get("tools"), "tokenize": False, "add_generation_prompt": True}
     try:
-        text = session.tokenizer.apply_chat_template(messages, **options)
+        text = session.tokenizer.apply_chat_template(with_readable_arguments(session.tokenizer, messages), **options)
     except Exception as error:  # templates are programs of the model's makers; the client gets their words
         raise Refused(f"the chat template refuses these messages: {error}") from error
     return text, {m["content"] for m in messages if m.get("role") == "assistant" and isinstance(m.get("content"), str)}

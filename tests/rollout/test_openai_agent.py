@@ -60,7 +60,11 @@ def episodes(play: Play, engine: ScriptedEngine, n: int = 1, **options: Any) -> 
     sampling = options.pop("sampling", SamplingParams(logprobs=True))
     executor = Executor(play)
     spec = EpisodeSpec(
-        sampling=sampling, max_length=options.pop("max_length", 200), tokenizer=TOK, executor=executor, **options
+        sampling=sampling,
+        max_length=options.pop("max_length", 200),
+        tokenizer=options.pop("tokenizer", TOK),
+        executor=executor,
+        **options,
     )
 
     async def run() -> Group:
@@ -295,6 +299,28 @@ def test_a_tool_call_that_the_client_changed_starts_a_new_row() -> None:
 
     engine = ScriptedEngine([letter_by_letter('<tool_call>{"name": "now"}</tool_call>'), [A, EOS]])
     assert one(play, engine).extra_logs["conversations"] == 2.0
+
+
+class ArgumentsTokenizer(ChatTokenizer):
+    """Writes the arguments of calls as most templates do, of which JSON makes a quoted text where they are a text."""
+
+    def written(self, message: dict[str, Any]) -> str:
+        calls = [json.dumps(call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
+        return (message["content"] or "") + "".join(calls)
+
+
+def test_calls_of_the_history_reach_the_template_as_objects() -> None:
+    function = {"name": "now", "arguments": '{"x":1}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    tokenizer = ArgumentsTokenizer()
+
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        await ask(client, [user(prompt), call, {"role": "tool", "tool_call_id": "c", "content": "ab"}])
+        return 1.0
+
+    engine = ScriptedEngine([[A, EOS]])
+    one(play, engine, tokenizer=tokenizer)
+    assert engine.prompts[0] == tokenizer.encode('U:hi<eos>\nA:{"x": 1}<eos>\nT:ab<eos>\nA:')
 
 
 def test_requests_are_sampled_as_training_assumes() -> None:
