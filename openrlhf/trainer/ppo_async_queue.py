@@ -65,7 +65,7 @@ class QueueLimits:
 
     @property
     def in_turn(self) -> bool:
-        """Every step is generated while the one before it trains, so that it has the same groups in every run.
+        """Groups are started for a step when those of the step before it are there: every run has the same ones in it.
 
         Else the first step would take those of its own and the next one's groups that happen to finish first.
         """
@@ -152,7 +152,9 @@ class RolloutQueue:
     def _steps_allowed(self) -> int:
         """Steps whose groups may exist besides those that are being trained on."""
         next_step = self._version + self._training
-        allowed = 1 if self._limits.in_turn else self._version + self._limits.queue_size + 1 - next_step
+        allowed = self._version + self._limits.queue_size + 1 - next_step
+        if self._limits.in_turn and not self.ready:
+            allowed = 1
         return allowed if self._limits.last_step is None else min(allowed, self._limits.last_step - next_step)
 
     def finished(self, group: Group) -> None:

@@ -166,6 +166,22 @@ def test_with_a_queue_of_one_and_draining_every_step_has_the_same_groups_whateve
         assert ages == [ages[0]] * 5
 
 
+def test_the_next_groups_start_as_soon_as_those_of_the_step_are_there() -> None:
+    """Also before the step begins: there may be an evaluation first."""
+    queue = RolloutQueue(PromptStream(rows(30), 0, 1), RolloutBuffer(), None, QueueLimits(2, 1, 100, drained=True))
+    queue.weights_changed(0)
+    first = start(queue)
+    assert len(first) == 2
+    queue.finished(group(first[1], 0))
+    assert start(queue) == []
+    queue.finished(group(first[0], 0))
+    second = start(queue)
+    assert len(second) == 2
+    for item in second:
+        queue.finished(group(item, 0))
+    assert [g.item for g in queue.take().groups] == first
+
+
 def test_filtered_groups_are_replaced_and_counted() -> None:
     for seed in range(40):
         chance = random.Random(seed)
