@@ -40,7 +40,7 @@ class _Conversation(Episode):
         busy: a reply is being sampled.
     """
 
-    shown: str | None = None
+    shown: str = ""
     reply: str = ""
     busy: bool = False
 
@@ -53,8 +53,8 @@ class _Conversation(Episode):
         """
         if text.startswith(self.text):
             return self.text
-        # A message that merely begins like the reply was changed.
-        if self.shown is not None and text.startswith(self.shown) and (replies is None or self.reply in replies):
+        # A message that merely begins like the reply was changed, and after an empty one the client asks once more.
+        if self.reply and text.startswith(self.shown) and (replies is None or self.reply in replies):
             return self.shown
         return None
 

@@ -177,6 +177,17 @@ def test_a_reply_that_the_client_went_on_with_starts_a_new_row() -> None:
     assert one(play, engine, sampling=SamplingParams(stop=("c",))).extra_logs["conversations"] == 2.0
 
 
+def test_a_client_that_asks_again_after_an_empty_reply_gets_a_new_row() -> None:
+    async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
+        for wanted in ("", "a"):
+            assert (await client.completions.create(model="policy", prompt=prompt)).choices[0].text == wanted
+        return 1.0
+
+    engine = ScriptedEngine([[EOS], [A, EOS]])
+    assert one(play, engine).extra_logs["conversations"] == 2.0
+    assert engine.prompts == [TOK.encode("hi")] * 2
+
+
 def test_plain_completions_tools_and_content_parts() -> None:
     async def play(client: openai.AsyncOpenAI, prompt: str, label: Any) -> float:
         reply = await client.completions.create(model="policy", prompt="hi", stop="b")
