@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,6 +119,16 @@ class GroupTally:
         if self.filter is not None and self.seen:
             metrics["dynamic_filtering_pass_rate"] = 100.0 * self.kept / self.seen
         return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        counts = {"seen": self.seen, "kept": self.kept, "last_loss": self.last_loss}
+        return {**counts, "dropped": dict(self.dropped), "lost": dict(self.lost)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting from those of `state_dict`."""
+        self.seen, self.kept, self.last_loss = state["seen"], state["kept"], state["last_loss"]
+        self.dropped, self.lost = Counter(state["dropped"]), Counter(state["lost"])
 
     def error(self, why: str) -> NoLearnableGroups:
         """The error for a step that can't be filled."""

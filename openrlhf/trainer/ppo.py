@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -367,15 +367,18 @@ class PPOTrainer:
         if state is None:
             self.console.say(nothing_to_resume(self.cfg.ckpt_path))
             return
+        self._load_client_state(state)
+        self.console.say(
+            f"Resumed after step {self.global_step} ({self.stream.consumed} prompts used, {len(self.buffer)} groups "
+            "waiting)"
+        )
+
+    def _load_client_state(self, state: Mapping[str, Any]) -> None:
         self.stream.load_state_dict(state["data_loader_state_dict"])
         self.buffer.load_state_dict(state["buffer"])
         if self.cfg.kl_target is not None:  # else the flag's value holds, also where it was changed
             self.kl.value = state["kl_coef"]
         self.global_step = state["global_step"]
-        self.console.say(
-            f"Resumed after step {self.global_step} ({self.stream.consumed} prompts used, {len(self.buffer)} groups "
-            "waiting)"
-        )
 
     def _save_final(self) -> None:
         with self.console.phase("save"):

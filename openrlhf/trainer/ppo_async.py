@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -164,6 +164,7 @@ class AsyncPPOTrainer(PPOTrainer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._rollouts: AsyncRollouts | None = None
+        self._counted: Mapping[str, Any] | None = None  # in the queue of the run that this one goes on from
 
     @property
     def rollouts(self) -> AsyncRollouts:
@@ -181,6 +182,8 @@ class AsyncPPOTrainer(PPOTrainer):
             )
             calls = self.system.engines.group_calls(cfg.n_samples_per_prompt, self.sampling, cfg.rollout_timeout)
             queue = RolloutQueue(self.stream, self.buffer, self._filter, limits, self._select)
+            if self._counted is not None:
+                queue.load_state_dict(self._counted)
             self._rollouts = AsyncRollouts(queue, calls, cfg.rollout_timeout)
         return self._rollouts
 
@@ -208,7 +211,12 @@ class AsyncPPOTrainer(PPOTrainer):
     def _client_state(self) -> dict[str, Any]:
         with self.rollouts.locked() as queue:
             unfinished = [item.group_id for item in queue.in_flight]
-            return {**super()._client_state(), "data_loader_state_dict": self.stream.state_dict(unfinished)}
+            own = {"data_loader_state_dict": self.stream.state_dict(unfinished), "queue": queue.state_dict()}
+            return {**super()._client_state(), **own}
+
+    def _load_client_state(self, state: Mapping[str, Any]) -> None:
+        super()._load_client_state(state)
+        self._counted = state.get("queue")  # a run without --async_train has none
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:

@@ -10,8 +10,9 @@ the same (a run that goes on with a smaller queue) are dropped, counted, and the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from openrlhf.rollout.buffer import RolloutBuffer, Selection, group_version
 from openrlhf.rollout.filters import CollectedGroups, DropLimit, GroupJudge, GroupTally
@@ -175,6 +176,17 @@ class RolloutQueue:
             return
         if self._drops.reached:
             raise self._drops.error(self._tally.last_loss)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted for the next step so far. Groups and prompts are in the states of buffer and stream."""
+        return {"tally": self._tally.state_dict(), "insufficient": self._insufficient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting from `state_dict`."""
+        self._tally.load_state_dict(state["tally"])
+        self._insufficient = state["insufficient"]
 
     # --- training --------------------------------------------------------------------------------------------------
 

@@ -294,7 +294,8 @@ def test_a_killed_run_that_goes_on_trains_every_prompt_once_an_episode(tmp_path:
 
         first = Learner(pool, 60.0, done, until=trained_long_enough)
         with pytest.raises(WorkerError, match="loss is NaN"):
-            run(AsyncPPOTrainer, configured(tmp_path, ckpt_path=str(tmp_path / f"killed{done}"), **flags), pool, first)
+            killed = configured(tmp_path, ckpt_path=str(tmp_path / f"killed{done}"), **flags)
+            run(AsyncPPOTrainer, killed, pool, first)
         state = first.checkpoints[-1]
         assert len(state["data_loader_state_dict"]["returned"]) >= (not last)
         modes = flags if asynchronous else {"num_episodes": 2, "async_train": False}
@@ -309,6 +310,8 @@ def test_a_killed_run_that_goes_on_trains_every_prompt_once_an_episode(tmp_path:
         steps = [*trained(first), *trained(policy)]
         assert len(first.checkpoints) == policy.versions[0] == done and len(steps) == 6
         assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == firsts
+        if asynchronous:  # every group is counted once, also those that were done when the checkpoint was made
+            assert sum(m["rollout/groups_seen"] for m in [*metrics(killed), *metrics(again)]) == 12
 
 
 def test_staleness_is_counted_by_tokens() -> None:
