@@ -28,7 +28,13 @@ from openrlhf.config.limits import check_limits
 from openrlhf.config.options_data import SupervisedDataOptions
 from openrlhf.config.options_model import DeepSpeedOptions, LoadOptions, ModelOptions
 from openrlhf.config.problems import Violation, not_there, refused
-from openrlhf.config.rules_ppo import check_division, check_ppo, check_reward_sources, nearest_multiples
+from openrlhf.config.rules_ppo import (
+    check_division,
+    check_ppo,
+    check_reward_sources,
+    check_second_copies,
+    nearest_multiples,
+)
 from openrlhf.config.values import show_value
 
 # Without these being sound numbers, the arithmetic of batches means nothing.
@@ -350,6 +356,7 @@ def _check_supervised_batches(cfg: SupervisedOptions, world_size: int) -> Iterat
         )
         return
     yield from check_division(cfg.train_batch_size, cfg.micro_train_batch_size, world_size // model_size)
+    yield from check_second_copies(cfg, world_size)
 
 
 # Rules of one configuration alone, by the class that they are about.

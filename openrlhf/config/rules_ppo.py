@@ -13,6 +13,7 @@ from openrlhf.config.derive import data_copies, gpus_per_role, sharing_roles
 from openrlhf.config.foreign import value_here
 from openrlhf.config.normalize import CORRECTION_TYPES
 from openrlhf.config.options_algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
+from openrlhf.config.options_model import DeepSpeedOptions
 from openrlhf.config.problems import FlagValueError, Violation, not_there
 from openrlhf.config.reward_sources import (
     BUILTIN_PREFIX,
@@ -257,8 +258,11 @@ def _check_sizes(cfg: PPOConfig) -> Iterator[Violation]:
 def _check_batches(cfg: PPOConfig, explicit: Collection[str]) -> Iterator[Violation]:
     world = cfg.actor_num_nodes * cfg.actor_num_gpus_per_node
     model_size = data_copies(cfg)
-    for role, gpus in gpus_per_role(cfg)[0].items():
-        if role != "engine" and gpus % model_size:
+    models = {role: gpus for role, gpus in gpus_per_role(cfg)[0].items() if role != "engine"}
+    for gpus in dict.fromkeys(models.values()):
+        yield from check_second_copies(cfg, gpus)
+    for role, gpus in models.items():
+        if gpus % model_size:
             yield Violation(
                 f"{role}_num_gpus_per_node",
                 f"{gpus} GPUs don't divide into groups of ring_attn_size x ds_tensor_parallel_size = {model_size}",
@@ -346,6 +350,13 @@ def check_division(batch: int, micro: int | None, ranks: int) -> Iterator[Violat
             f"{batch} is no multiple of {micro} x {ranks} = {micro * ranks}",
             "use " + " or ".join(f"--train_batch_size {n}" for n in nearest_multiples(batch, micro * ranks)),
         )
+
+
+def check_second_copies(cfg: DeepSpeedOptions, ranks: int) -> Iterator[Violation]:
+    """The ranks of a model must divide into groups of ``--zpg``; fewer than one group are one."""
+    if cfg.zpg > 1 and cfg.zero_stage == 3 and ranks % min(cfg.zpg, ranks):
+        sizes = ", ".join(str(size) for size in range(2, ranks + 1) if ranks % size == 0)
+        yield Violation("zpg", f"{ranks} ranks don't divide into groups of {cfg.zpg}", f"use one of {sizes}")
 
 
 def nearest_multiples(number: int, unit: int) -> list[int]:

@@ -45,6 +45,15 @@ def deepspeed_config(opts: DeepSpeedOptions, stage: int, *, training: bool, para
     return config
 
 
+def group_second_copies(size: int) -> None:
+    """Put the ranks of ``--zpg`` together, once a process: DeepSpeed has no way to where there is no optimizer."""
+    from deepspeed.utils import groups
+
+    if size > 1 and groups._get_zero_param_intra_parallel_group() is None:
+        deepspeed.init_distributed(dist_init_required=False)
+        groups._create_zero_param_parallel_group(size)
+
+
 def on_gpu() -> bool:
     """Whether models are on a GPU."""
     return platform.device_type() == "cuda"

@@ -33,7 +33,13 @@ from openrlhf.workers import checkpoint_files as files
 from openrlhf.workers.broken_gradients import BrokenGradients
 from openrlhf.workers.checkpoint_fit import Setup, check_fit
 from openrlhf.workers.checkpoint_writes import Writes
-from openrlhf.workers.deepspeed_config import deepspeed_config, offloads_adam, on_gpu, tame_deepspeed
+from openrlhf.workers.deepspeed_config import (
+    deepspeed_config,
+    group_second_copies,
+    offloads_adam,
+    on_gpu,
+    tame_deepspeed,
+)
 from openrlhf.workers.distributed import any_rank, barrier, raise_together
 from openrlhf.workers.frozen import FrozenWeights
 from openrlhf.workers.moving_average import MovingAverage
@@ -71,6 +77,10 @@ class NonFiniteError(ExplainedError, FloatingPointError):
     """A loss or gradient is NaN or infinite. The weights were not touched."""
 
 
+class NumberFormatError(ExplainedError, ValueError):
+    """The device does not compute in the number format that the flags ask for."""
+
+
 class TrainEngine:
     """A model with its optimizer, partitioned over the ranks of the process group.
 
@@ -93,6 +103,9 @@ class TrainEngine:
             moves to the device for a forward pass, or for several: :meth:`weights_on_device`).
         average_decay: keep a moving average of the weights with this decay, and save that one as Hugging Face folder.
             Rank 0 holds it in CPU memory (float32); each optimizer step brings all trained weights there.
+
+    Raises:
+        NumberFormatError: fp16 without a GPU.
     """
 
     def __init__(
@@ -108,7 +121,7 @@ class TrainEngine:
         if not dist.is_initialized():
             raise RuntimeError("call openrlhf.workers.distributed.init_distributed() before building a TrainEngine")
         if opts.param_dtype == "fp16" and not on_gpu():
-            raise ValueError("--param_dtype fp16 does not run on a CPU; use fp32 or bf16")
+            raise NumberFormatError("--param_dtype fp16 does not run on a CPU; use fp32 or bf16")
         tame_deepspeed()
         self.opts = opts
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
@@ -140,6 +153,7 @@ class TrainEngine:
             if isinstance(built, MuonWithAdamW):
                 built.bind(self._engine.optimizer)
         elif self._stage == 3:
+            group_second_copies(opts.zpg)
             self._engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
         else:
             divide_frozen(model, config)

@@ -351,6 +351,17 @@ class TestBatches:
         monkeypatch.setenv("WORLD_SIZE", "3")
         assert not violations(command, *flags)
 
+    def test_groups_of_second_copies(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        flags = ["--zero_stage", "3", "--zpg", "4", "--train_batch_size", "24", "--micro_train_batch_size", "4"]
+        words = "6 ranks don't divide into groups of 4 -> use one of 2, 3, 6"
+        monkeypatch.setenv("WORLD_SIZE", "2")  # one group, though a small one
+        assert not violations("train_dpo", *flags)
+        monkeypatch.setenv("WORLD_SIZE", "6")
+        assert words in violations("train_dpo", *flags)["zpg"]
+        monkeypatch.delenv("WORLD_SIZE")
+        gpus = ["--actor_num_gpus_per_node", "6", "--ref_num_gpus_per_node", "6", "--train_batch_size", "1008"]
+        assert words in violations(PPO, *flags, *gpus, "--rollout_batch_size", "1008")["zpg"]
+
     @pytest.mark.parametrize(
         ("role", "needed", "without"),
         [

@@ -295,10 +295,15 @@ def second_copies(cases: Cases) -> None:
     """With --zpg: steps with the states away in between, and how many weights have a copy before and after they leave.
 
     Of models that are partitioned while they are read there are two, as a policy comes after its reference. Must be the
-    last: DeepSpeed gives such copies to all later engines of a process.
+    last: DeepSpeed gives such copies to all later engines of a process. The first model is not trained.
     """
     if cases.ranks == 1:
         return
+    opts, batch = options(zero_stage=3, zpg=2), packed(ITEMS)
+    with torch.no_grad():
+        expected = PolicyModel(load_causal_lm(cases.model, options()))(batch).logprobs
+        frozen = TrainEngine(PolicyModel(load_causal_lm(cases.model, opts, trainable=False)), opts, None)
+        cases.results["zpg inference"] = float((frozen(batch).logprobs - expected).abs().max())
     for number, early in enumerate((False, True, True)):
         engine = cases.engine(zero_stage=3, zpg=2, zero3_init=early)
         weights: list[Any] = list(engine.module.parameters())

@@ -243,6 +243,11 @@ def test_copies_of_weights_within_a_node(all_results: dict[int, dict[str, Any]],
     assert largest_difference(results[f"zpg {number}"], results["plain"]) < 1e-6
 
 
+def test_copies_of_weights_that_are_not_trained(all_results: dict[int, dict[str, Any]]) -> None:
+    """As a reference model, which comes before any that is trained."""
+    assert all_results[2]["zpg inference"] < 1e-6
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("run", ["whole", "resumed"])
 def test_moving_average_is_what_is_saved(results: dict[str, Any], stage: int, run: str) -> None:
