@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import DPOConfig, RMConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.sft import EMPTY_PROMPT, EMPTY_RESPONSE, TOO_LONG, SFTFormat, Tokenized, tokenize_sft_row
-from openrlhf.datasets.sources import DataError, require_columns
+from openrlhf.datasets.sources import DataError, require_columns, warn_of_tools
 from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
 MARGIN = "margin"
@@ -131,6 +131,8 @@ def build_preference_dataset(
     """
     style = PreferenceFormat.from_config(cfg)
     check_preference_columns(rows, style, source)
+    if style.apply_chat_template:
+        warn_of_tools(rows, tokenizer.chat_template, source)
     table, dropped = tokenize_rows(
         rows,
         lambda row, where: _columns(tokenize_pair(row, where, style, tokenizer)),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import PPOConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.image_prompts import placeholder_text, row_images, undecoded, with_image_parts
-from openrlhf.datasets.sources import DataError, load_rows, require_columns, text_columns
+from openrlhf.datasets.sources import DataError, load_rows, require_columns, text_columns, warn_of_tools
 from openrlhf.utils.first_ids import first_ids, last_ids
 from openrlhf.utils.logging import get_logger
 
@@ -97,6 +97,8 @@ def build_prompts(
     if hasattr(cfg, "metadata_key"):  # batch_inference comes here too, without these
         keys |= {"metadata_key": cfg.metadata_key, "tool_key": cfg.tool_key}
     require_columns(rows, keys, source)
+    if cfg.apply_chat_template and not keys.get("tool_key"):
+        warn_of_tools(rows, tokenizer.chat_template, source, "tool_key" if "tool_key" in keys else None)
     prompts: list[PromptRow] = []
     cut = dropped = 0
     if image_placeholder is not None:

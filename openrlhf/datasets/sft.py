@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config import KTOConfig, SFTConfig
 from openrlhf.datasets import text as texts
 from openrlhf.datasets.order import ResumableOrder
-from openrlhf.datasets.sources import DataError, require_columns
+from openrlhf.datasets.sources import DataError, require_columns, warn_of_tools
 from openrlhf.datasets.tokenized import counted, tokenize_rows
 from openrlhf.utils.continued import continued_ids
 from openrlhf.utils.first_ids import first_ids
@@ -183,6 +183,7 @@ def open_sft_dataset(
     if len(rows) > AHEAD_ROWS and not cfg.dataloader_num_workers:
         style = SFTFormat.from_config(cfg)
         check_sft_columns(rows, style, source)
+        _warn_of_tools(rows, style, tokenizer, source)
         return LazySFTDataset(rows, style, tokenizer, source)
     return build_sft_dataset(rows, cfg, tokenizer, source)
 
@@ -199,6 +200,7 @@ def build_sft_dataset(
     """
     style = SFTFormat.from_config(cfg)
     check_sft_columns(rows, style, source)
+    _warn_of_tools(rows, style, tokenizer, source)
 
     def tokenize(row: dict[str, Any], where: str) -> dict[str, Any]:
         # not asdict, which copies lists one element after another and takes longer than the tokenizer
@@ -219,6 +221,11 @@ def check_sft_columns(rows: Dataset, style: SFTFormat, source: str) -> None:
             f"{source}: give --output_key, --apply_chat_template or --pretrain_mode; without any of them there is no "
             "response to learn"
         )
+
+
+def _warn_of_tools(rows: Dataset, style: SFTFormat, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    if style.apply_chat_template and not style.pretrain_mode:
+        warn_of_tools(rows, tokenizer.chat_template, source)
 
 
 def _refuse_nulls(rows: Dataset, source: str) -> None:

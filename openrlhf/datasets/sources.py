@@ -36,6 +36,9 @@ from openrlhf.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+_TOOLS = "tools"  # the column, by the custom of the hub, and the name in chat templates
+_TOOL_ROWS = 1000  # as many are looked at for tools
+
 _SMALL_FILE_BYTES = 16 << 20
 
 # Types that differ in the size of their values, or of their offsets, by the one that holds the values of all.
@@ -273,6 +276,20 @@ def require_columns(rows: Dataset, needed: dict[str, str | None], source: str) -
     if missing:
         told = ", ".join(f"--{flag} {column!r}" for flag, column in missing.items())
         raise DataError(f"{source} has no column for {told}; its columns are: {', '.join(rows.column_names)}")
+
+
+def warn_of_tools(rows: Dataset, template: object, source: str, flag: str | None = None) -> None:
+    """Say that a column ``tools`` is not shown to the model, where the chat template has a place for it.
+
+    Args:
+        flag: what shows it, where something does.
+    """
+    if _TOOLS not in rows.column_names or _TOOLS not in str(template):
+        return
+    some = rows.select_columns([_TOOLS]).select(range(min(len(rows), _TOOL_ROWS)))
+    if any(value not in (None, "", "[]", "null", [], {}) for value in some[_TOOLS]):
+        advice = f"give --{flag} {_TOOLS}" if flag else "tools that the model should know belong into a system message"
+        logger.warning("%s: the chat template is not given the column %r; %s", source, _TOOLS, advice)
 
 
 def _load(source: Source, use_modelscope: bool) -> Dataset | DatasetDict:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config import KTOConfig
 from openrlhf.datasets.sft import FEATURES, SFTDataset, SFTFormat, tokenize_sft_row
-from openrlhf.datasets.sources import DataError, require_columns
+from openrlhf.datasets.sources import DataError, require_columns, warn_of_tools
 from openrlhf.datasets.tokenized import number_column, tokenize_rows
 
 _FEATURES = Features({**FEATURES, "length": Value("int64"), "answer_length": Value("int64"), "label": Value("bool")})
@@ -42,6 +42,8 @@ def build_unpaired_dataset(
     """
     style = SFTFormat.from_config(cfg)
     require_columns(rows, {flag: getattr(cfg, flag) for flag in ("input_key", "output_key", "label_key")}, source)
+    if style.apply_chat_template:
+        warn_of_tools(rows, tokenizer.chat_template, source)
 
     def tokenize(row: dict[str, Any], where: str) -> dict[str, Any]:
         done = tokenize_sft_row(row, where, style, tokenizer)

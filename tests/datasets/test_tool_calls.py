@@ -1,4 +1,4 @@
-"""Arguments of tool calls as chat templates take them: JSON text, object, or either."""
+"""Tools in data: arguments of calls as chat templates take them (JSON text, object, or either), and descriptions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,16 @@ import json
 from typing import Any
 
 import pytest
-from data_cases import letters
+from data_cases import CHATML, letters
+from datasets import Dataset
 
+from openrlhf.config import DPOConfig, KTOConfig, PPOConfig, RMConfig, SFTConfig
+from openrlhf.datasets import sft
+from openrlhf.datasets.preference import build_preference_dataset
+from openrlhf.datasets.prompts import build_prompts
+from openrlhf.datasets.sft import open_sft_dataset
 from openrlhf.datasets.text import render
+from openrlhf.datasets.unpaired import build_unpaired_dataset
 from openrlhf.utils.tool_calls import with_readable_arguments
 
 ARGUMENTS = {"city": "Zürich", "days": [1, 2]}
@@ -80,3 +87,70 @@ def test_another_template_is_asked_anew() -> None:
     tokenizer.chat_template = JOINS_TEXTS
     (_, answer) = with_readable_arguments(tokenizer, talk(ARGUMENTS))
     assert json.loads(answer["tool_calls"][0]["function"]["arguments"]) == ARGUMENTS
+
+
+ANSWER = [{"role": "assistant", "content": "y"}]
+ASKED = [{"role": "user", "content": "x"}]
+ROW = {"input": ASKED, "output": ANSWER, "worse": [{"role": "assistant", "content": "n"}], "label": 1}
+COLUMNS = {"input_key": "input", "output_key": "output"}
+PAIR = {"prompt_key": "input", "chosen_key": "output", "rejected_key": "worse"}
+SHOWS_TOOLS = "{% for tool in tools or () %}{{ tool | tojson }}{% endfor %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("build", "config", "flags"),
+    [
+        (open_sft_dataset, SFTConfig, COLUMNS),
+        (build_unpaired_dataset, KTOConfig, COLUMNS),
+        (build_preference_dataset, RMConfig, PAIR),
+        (build_preference_dataset, DPOConfig, PAIR),
+    ],
+)
+@pytest.mark.parametrize(
+    ("template", "tools", "told"),
+    [
+        (SHOWS_TOOLS, [{"name": "f"}], True),
+        (SHOWS_TOOLS, '[{"name": "f"}]', True),
+        (SHOWS_TOOLS, [], False),
+        (SHOWS_TOOLS, "", False),
+        (SHOWS_TOOLS, None, False),
+        (CHATML, [{"name": "f"}], False),
+    ],
+)
+def test_tools_that_no_flag_shows_are_told(
+    build: Any,
+    config: Any,
+    flags: dict[str, str],
+    template: str,
+    tools: Any,
+    told: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cfg = config(dataset="rows", apply_chat_template=True, max_len=100, **flags)
+    build(Dataset.from_list([{**ROW, "tools": None}, {**ROW, "tools": tools}]), cfg, letters(template), "rows")
+    expected = (
+        "rows: the chat template is not given the column 'tools'; tools that the model should know belong into a "
+        "system message"
+    )
+    assert caplog.messages == [expected] * told
+
+
+def test_lazily_read_rows_have_their_tools_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sft, "AHEAD_ROWS", 0)
+    cfg = SFTConfig(dataset="rows", apply_chat_template=True, **COLUMNS)
+    open_sft_dataset(Dataset.from_list([{**ROW, "tools": [{"name": "f"}]}]), cfg, letters(SHOWS_TOOLS), "rows")
+    assert len([m for m in caplog.messages if "'tools'" in m]) == 1
+
+
+@pytest.mark.parametrize(("flags", "told"), [({}, 1), ({"tool_key": "tools"}, 0)])
+def test_prompts_tell_the_flag_that_shows_tools(
+    flags: dict[str, str], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = PPOConfig(prompt_data="rows", apply_chat_template=True, **flags)
+    rows = Dataset.from_list([{"input": ASKED, "tools": [{"name": "f"}]}])
+    (prompt,) = build_prompts(rows, cfg, letters(SHOWS_TOOLS), 100, "rows")
+    assert caplog.messages == ["rows: the chat template is not given the column 'tools'; give --tool_key tools"] * told
+    assert ('{"name": "f"}' in prompt.text) == (not told)
+    assert prompt.metadata["tools"] == [{"name": "f"}]
