@@ -172,6 +172,8 @@ def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
 def _check_batch_inference(cfg: BatchInferenceConfig) -> Iterator[Violation]:
     if cfg.output_path and Path(cfg.output_path).is_dir():
         yield Violation("output_path", f"{cfg.output_path} is a folder", "name a file, for example out.jsonl")
+    if cfg.eval_task == "rm" and not cfg.output_key:
+        yield Violation("output_key", "is missing", "name the column with the responses")
     processed = cfg.post_processor not in (None, "null")
     if processed and cfg.eval_task == "generate_vllm":
         problem = f"{cfg.post_processor} works on scores, and generate_vllm makes none"

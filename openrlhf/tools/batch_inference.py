@@ -189,6 +189,7 @@ def text_pair(cfg: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase, row
         DataError: a column is null or of the wrong type, or the chat template refuses them.
         ToolError: the template rewrites the prompt when the response is there.
     """
+    texts.require_values(row, (cfg.input_key, cfg.output_key), where)
     prompt, response = row[cfg.input_key], row[str(cfg.output_key)]
     if not cfg.apply_chat_template:
         prompt = texts.plain_text(prompt, where, cfg.input_key)

@@ -97,7 +97,9 @@ def test_labels_that_json_lacks_are_written_as_texts(tmp_path: Path) -> None:
 
 
 class TestScoring:
-    ROWS = [{"question": f"{n}+{n}=", "answer": "1" * (n % 7 + 1)} for n in range(10)]
+    ROWS = [
+        {"question": f"{n}+{n}=", "answer": "1" * (n % 7 + 1), "unanswered": None if n == 3 else "1"} for n in range(10)
+    ]
 
     @pytest.fixture(scope="class")
     def model(self, tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -166,6 +168,7 @@ class TestScoring:
             ("--iter 5 --rollout_batch_size 2", "5 slices"),
             ("--output_key solution", "question, answer"),
             ("--pretrain {}_base", "no weight score.weight"),
+            ("--output_key unanswered", "row 3: column 'unanswered' is null"),
         ],
     )
     def test_refused(self, tmp_path: Path, model: str, capsys: Any, more: str, words: str) -> None:
@@ -185,6 +188,7 @@ class TestScoring:
             ("--normalize_reward", "only used by csft"),
             ("--enable_csft", "belongs to generating"),
             ("--output_path .", "is a folder"),
+            ("--output_key=", "name the column with the responses"),
             ("--dataset nothing.jsonl", "there is no file"),
         ],
     )
