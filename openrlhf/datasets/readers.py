@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +21,11 @@ from datasets.packaged_modules.json import json as json_module
 from datasets.packaged_modules.json.json import Json
 from datasets.packaged_modules.parquet.parquet import Parquet
 
+from openrlhf.config.datasource import FILE_SUFFIXES
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
 # Fields of a builder's configuration that say which data it reads, not how.
 _WHICH = {"name", "version", "data_dir", "data_files", "description", "features"}
 
@@ -34,6 +40,7 @@ def read_as_written(name: str, **which: Any) -> DatasetDict:
         which: ``data_files`` or ``data_dir``.
     """
     builder = load_dataset_builder(name, **which)
+    _tell_unread(Path(name, which.get("data_dir") or ""), builder)
     for own, kind in ((_TextJson, Json), (_TextCsv, Csv)):
         if isinstance(builder, kind):
             how = {f.name: getattr(builder.config, f.name) for f in dataclasses.fields(builder.config)}
@@ -52,6 +59,31 @@ def read_as_written(name: str, **which: Any) -> DatasetDict:
         builder.config.batch_size = datasets_config.DEFAULT_MAX_BATCH_SIZE
     builder.download_and_prepare()
     return DatasetDict({str(split): _rows_of(builder, str(split)) for split in builder.info.splits or ()})
+
+
+def _tell_unread(folder: Path, builder: DatasetBuilder) -> None:
+    """Warn of data files in a folder that are left out: the library reads one format, and looks for names of splits."""
+    if not folder.is_dir():
+        return
+    read = {Path(file).resolve() for files in (builder.config.data_files or {}).values() for file in files}
+    left = [
+        str(file.relative_to(folder))
+        for file in sorted(folder.rglob("*"))
+        if file.suffix in FILE_SUFFIXES and file.resolve() not in read and not _about_data(file.relative_to(folder))
+    ]
+    if left:
+        logger.warning(
+            "%s: %d of its data files are not read: %s. A folder's files have one format and, if one is named after a "
+            "split (train, test, ...), all are; name the others as sources of their own",
+            folder,
+            len(left),
+            ", ".join(left[:5]) + (", ..." if len(left) > 5 else ""),
+        )
+
+
+def _about_data(file: Path) -> bool:
+    """Whether a file is hidden, or known to describe a data set."""
+    return any(part.startswith((".", "__")) for part in file.parts) or file.name.startswith("dataset_info")
 
 
 def _rows_of(builder: DatasetBuilder, split: str) -> Dataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pyarrow as pa
@@ -235,6 +236,24 @@ def test_files_without_rows(tmp_path: Path) -> None:
     assert values(str(splits)) == ["q"]
     with pytest.raises(DataError, match="no rows"):
         load_rows(str(splits), split="test")
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The library takes the format that most files have, and of train.jsonl and more.jsonl the first alone."""
+    formats, names = tmp_path / "formats", tmp_path / "names"
+    for folder in (formats, names):
+        folder.mkdir()
+    for name in (formats / "a.jsonl", formats / "b.jsonl", names / "train.jsonl", names / "more.jsonl"):
+        write_jsonl(name, ROWS[:2])
+    with caplog.at_level(logging.WARNING):
+        load_rows(str(formats))
+        assert not caplog.messages
+        Dataset.from_list(ROWS).to_parquet(formats / "c.parquet")
+        (formats / ".cache").mkdir()
+        (formats / ".cache" / "old.csv").write_text("input")
+        for folder, count, left in ((formats, 4, "c.parquet"), (names, 2, "more.jsonl")):
+            assert len(load_rows(str(folder))) == count
+            assert f"{folder}: 1 of its data files are not read: {left}. A folder" in caplog.messages[-1]
 
 
 def test_files_of_a_folder_that_have_other_columns_are_told(tmp_path: Path) -> None:
