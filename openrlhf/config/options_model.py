@@ -149,7 +149,9 @@ class DeepSpeedOptions(PrecisionOptions):
     )
     seed: int = flag(42, "seed of everything random", "train.seed")
     full_determinism: bool = flag(
-        False, "use deterministic kernels, at some cost in speed", "train.full_determinism_enable"
+        False,
+        "use deterministic kernels, at some cost in speed; vLLM has them on GPUs only",
+        "train.full_determinism_enable",
     )
     local_rank: int = flag(-1, "set by the deepspeed launcher", "local_rank")
     use_ds_universal_ckpt: bool = flag(

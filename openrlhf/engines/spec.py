@@ -70,7 +70,9 @@ def model_arguments(path: str, param_dtype: str, max_len: int, *, on_cpu: bool) 
 
 def engine_environment(*, on_cpu: bool, full_determinism: bool) -> dict[str, str]:
     """Variables of the process of any engine."""
-    return (_CPU_ENVIRONMENT if on_cpu else {}) | ({"VLLM_BATCH_INVARIANT": "1"} if full_determinism else {})
+    if on_cpu:  # where vLLM has no kernels that are the same for all batches, and dies when asked for them
+        return dict(_CPU_ENVIRONMENT)
+    return {"VLLM_BATCH_INVARIANT": "1"} if full_determinism else {}
 
 
 def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transport: str, log_file: str) -> EngineSpec:

@@ -158,7 +158,7 @@ def _engine(cfg: BatchInferenceConfig) -> Any:
     environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     for name, value in environment.items():
         os.environ.setdefault(name, value)
-    if cfg.full_determinism:  # the flag counts, whatever the shell says
+    if cfg.full_determinism and not on_cpu:  # the flag counts, whatever the shell says
         os.environ.update(engine_environment(on_cpu=False, full_determinism=True))
     from vllm import LLM
 

@@ -30,6 +30,10 @@ def test_vllm_chooses_on_gpus_what_no_flag_says() -> None:
 
 
 def test_flags_go_before_what_is_usual_on_cpus() -> None:
-    engine = spec("cpu", vllm_kv_cache_gib=0.5, vllm_max_num_batched_tokens=64, full_determinism=True)
+    engine = spec("cpu", vllm_kv_cache_gib=0.5, vllm_max_num_batched_tokens=64)
     assert engine.arguments["kv_cache_memory_bytes"] == 2**29 and engine.arguments["max_num_batched_tokens"] == 64
-    assert engine.environment["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_deterministic_kernels_are_asked_for_where_vllm_has_them() -> None:
+    assert spec("cuda", full_determinism=True).environment == {"VLLM_BATCH_INVARIANT": "1"}
+    assert "VLLM_BATCH_INVARIANT" not in spec("cpu", full_determinism=True).environment

@@ -70,6 +70,16 @@ def test_vllm_on_gpus_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1", "a flag counts more than the shell"
 
 
+def test_vllm_on_cpus_is_not_asked_for_kernels_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(platform, "device_type", lambda: "cpu")
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **_: None))
+    cfg: Any = SimpleNamespace(param_dtype="fp32", tp_size=1, full_determinism=True, pretrain="model", seed=1)
+    vars(cfg).update(prompt_max_len=8, max_new_tokens=8, max_num_seqs=1, enable_prefix_caching=False)
+    batch_inference._engine(cfg)
+    assert "VLLM_CPU_OMP_THREADS_BIND" in os.environ and "VLLM_BATCH_INVARIANT" not in os.environ
+
+
 class TestPostProcessors:
     def test_rejection_sampling_keeps_the_best_of_each_prompt(self) -> None:
         assert rejection_sampling(SCORED) == [SCORED[2], SCORED[1]]
