@@ -53,7 +53,7 @@ UNSYNCED = "default"
 """vLLM's label of the weights that it loaded itself."""
 
 IMAGE_TRIES = 4
-"""Times that a request with images is sent. A pause that clears vLLM's caches can make each of them fail once."""
+"""Times that a request with images is sent. Each can miss an image that another one was to send, and did not."""
 
 
 class VLLMEngine:
@@ -142,8 +142,8 @@ class VLLMEngine:
     async def _run_with_images(self, token_ids: list[int], sampling: Any, images: Sequence[PlacedImage]) -> Any:
         """As :meth:`_run`, once more where vLLM's core has not the images that its front end believes are there.
 
-        The front end sends the core an image once, and its hash after that. Images that come while a pause clears the
-        caches of both, and those of requests that are given up before they are sent, are known to the front end alone.
+        The front end sends the core an image once, and its hash after that. Images of requests that are given up before
+        they are sent are known to the front end alone, as are those that the core alone drops when its cache is full.
         The core answers a hash that it does not know with an error and no tokens, and the front end forgets it.
         """
         for _ in range(IMAGE_TRIES):
@@ -186,7 +186,12 @@ class VLLMEngine:
         """Begin an update. Running requests are frozen: they keep their tokens and go on with the new weights."""
         # Engines that can sleep did so since the last request, and take no other before the update is over.
         if not self.spec.can_sleep:
-            await self._llm.pause_generation(mode="keep", clear_cache=True)
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            # What was computed with the old weights, and no more. vLLM would clear its caches of processed images, too:
+            # in the front end before the pause and in the core after it, so that the core lost images that came
+            # meanwhile. Once told, the front end drops them, even from under a request that it is processing.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
+            await self._llm.reset_encoder_cache()
         await self._llm.start_weight_update()
 
     async def update_weights(self, request: Any) -> None:
