@@ -59,6 +59,7 @@ class MetricsLogger:
         folder = Path(run_dir)
         self._lines = _Lines(folder / METRICS_FILE, goes_on)
         self._tensorboard = _Place("TensorBoard", _open_tensorboard(cfg, self._run_name), "close")
+        self._restarts = goes_on
         self._wandb = _Place("W&B", _open_wandb(cfg, self._run_name, folder), "finish")
         self._wandb.write(_name_axes)
         self._samples: deque[list[Any]] = deque(maxlen=SAMPLES_SHOWN)
@@ -83,6 +84,9 @@ class MetricsLogger:
         values = {name: float(value) for name, value in (*extra.items(), *metrics.items())}
         plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._lines.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **plain}))
+        if self._restarts and kind == "train":
+            self._restarts = False
+            self._tensorboard.write(lambda board: _restart(board, step))
         if kind == "train" and step % self._every:
             return
         self._tensorboard.write(
@@ -232,6 +236,13 @@ def _open_tensorboard(cfg: LoggingOptions, run_name: str) -> Any:
         return SummaryWriter(log_dir=folder)
     except OSError as error:
         raise MetricsError(f"--use_tensorboard: {folder} can't be written: {error}") from error
+
+
+def _restart(board: Any, step: int) -> None:
+    """Take back, in what TensorBoard shows, the steps from this one on: those after the checkpoint come again."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    board.file_writer.add_event(Event(step=step, session_log=SessionLog(status=SessionLog.START)))
 
 
 def _open_wandb(cfg: LoggingOptions, run_name: str, folder: Path) -> Any:

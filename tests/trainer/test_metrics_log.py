@@ -205,6 +205,22 @@ def test_tensorboard_gets_every_nth_step_under_the_known_names(tmp_path: Path) -
     assert [(e.step, e.value) for e in events.Scalars("eval/eval gpt_loss")] == [(3, 7.0)]
 
 
+@pytest.mark.parametrize(("every", "goes_on"), [(1, True), (2, True), (1, False)])
+def test_tensorboard_shows_steps_after_a_checkpoint_once(tmp_path: Path, every: int, goes_on: bool) -> None:
+    cfg = SFTConfig(logging_steps=every, use_tensorboard=str(tmp_path / "tb"), wandb_run_name="mine")
+    for loss, first, last, continues in ((1.0, 1, 6, False), (2.0, 3, 5, goes_on)):  # the checkpoint is of step 2
+        logger = MetricsLogger(cfg, tmp_path / "run", goes_on=continues)
+        for step in range(first, last + 1):
+            logger.log("train", step, {"gpt_loss": loss})
+            logger.log("eval", step, {"eval gpt_loss": loss})
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tb" / "mine")).Reload()
+    for name, steps in (("train/gpt_loss", every), ("eval/eval gpt_loss", 1)):
+        old = [(step, 1.0) for step in range(1, 3 if goes_on else 7) if step % steps == 0]
+        new = [(step, 2.0) for step in range(3, 6) if step % steps == 0]
+        assert [(e.step, e.value) for e in events.Scalars(name)] == [*old, *new]
+
+
 class FakeRun:
     """Records what a W&B run is sent; fails when told to."""
 
