@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import json
 import re
@@ -306,7 +307,7 @@ def _load_file(source: Source, path: Path) -> Dataset | DatasetDict:
     if path.stat().st_size == 0:
         raise DataError(f"data source {source.path!r} is an empty file")
     try:
-        return read_as_written(loader, data_files=str(path))
+        return read_as_written(loader, data_files=glob.escape(str(path)))
     except (DatasetGenerationError, ValueError, OSError) as error:
         reason = (_where_json_ends(path) if loader == "json" else None) or _reason(error)
         raise DataError(f"cannot read {source.path!r} as {loader}: {reason}") from error

@@ -104,6 +104,16 @@ def test_folders(tmp_path: Path) -> None:
     assert values(f"{tmp_path / 'files'} @ inner", split="test") == ["q3", "q4"]
 
 
+@pytest.mark.parametrize("name", ["rows[1].jsonl", "rows?.jsonl", "[a]/rows.jsonl"])
+def test_a_path_is_that_of_one_file(tmp_path: Path, name: str) -> None:
+    """The library takes paths for patterns: of rows[1].jsonl it read rows1.jsonl."""
+    for folder in ("a", "[a]"):
+        (tmp_path / folder).mkdir()
+    write_jsonl(tmp_path / "rows1.jsonl", ROWS)
+    write_jsonl(tmp_path / "a" / "rows.jsonl", ROWS)
+    assert values(write_jsonl(tmp_path / name, ROWS[3:5])) == ["q3", "q4"]
+
+
 def test_folder_with_the_name_of_a_file(tmp_path: Path) -> None:
     folder = tmp_path / "data.parquet"
     folder.mkdir()
