@@ -154,6 +154,8 @@ def _check_conversion(cfg: ConvertConfig) -> Iterator[Violation]:
             yield Violation("param_dtype", "hf2resume works on the CPU, which does not train in fp16", "use bf16")
     elif cfg.ckpt_path and not Path(cfg.ckpt_path).is_dir():
         yield not_there("ckpt_path", f"folder {cfg.ckpt_path}")
+    if cfg.ckpt_path:
+        yield from _check_pattern(cfg.ckpt_path)
 
 
 def _check_reward_test(cfg: RewardTestConfig) -> Iterator[Violation]:
@@ -310,12 +312,23 @@ def _check_folders(cfg: TrainerOptions) -> Iterator[Violation]:
             yield Violation(flag, f"{existing} is a file, not a folder", "choose another folder")
         elif not os.access(existing, os.W_OK | os.X_OK):
             yield Violation(flag, f"{existing} can't be written to", "choose another folder, or mend its rights")
+    writes = cfg.save_steps > 0 or (isinstance(cfg, PPOConfig) and cfg.eval_dataset)  # the best one
+    if cfg.load_checkpoint or (writes and not cfg.disable_ds_ckpt):
+        yield from _check_pattern(cfg.ckpt_path)
     if cfg.disable_ds_ckpt and not cfg.save_hf_ckpt and cfg.save_steps > 0:
         yield Violation(
             "disable_ds_ckpt",
             f"leaves nothing to write every {cfg.save_steps} steps",
             "add --save_hf_ckpt, or leave out --save_steps",
         )
+
+
+def _check_pattern(ckpt_path: str) -> Iterator[Violation]:
+    """What is written there could not be read again."""
+    path = str(Path(ckpt_path).absolute())
+    if found := [mark for mark in "[*?" if mark in path]:
+        problem = f"{path} has {' and '.join(found)}: DeepSpeed takes such paths for patterns when it reads checkpoints"
+        yield Violation("ckpt_path", problem, "choose a folder without, or rename it")
 
 
 def _check_adapter_folders(cfg: TrainerOptions) -> Iterator[Violation]:
