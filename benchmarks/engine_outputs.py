@@ -4,9 +4,9 @@
 
 A model so small that what remains is mostly Python's work for each token of each request, served by vLLM as rollouts
 do it (ids in, ids out, final outputs only), with vLLM's own scheduler and with that of an engine
-(openrlhf/engines/final_outputs.py), with log-probs of the sampled tokens and without. Each case has a process of its
-own and each is taken twice, in turns; the first batch of a process warms up. "front end" is the time that the process
-which runs rewards and agents beside it is at work.
+(openrlhf/engines/final_outputs.py), with log-probs of the sampled tokens and a stop string that never comes, and
+without. Each case has a process of its own and each is taken twice, in turns; the first batch of a process warms up.
+"front end" is the time that the process which runs rewards and agents beside it is at work.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from typing import Any
 from hybrid_step import card, versions
 
 SCHEDULERS = {"token by token": None, "whole responses": "openrlhf.engines.final_outputs.make_scheduler"}
+CASES = [(logprobs, stop) for stop in (False, True) for logprobs in (False, True)]
 
 
-async def serve(options: argparse.Namespace, scheduler: str | None, logprobs: bool) -> list[tuple[float, float]]:
+async def serve(
+    options: argparse.Namespace, scheduler: str | None, logprobs: bool, stop: bool
+) -> list[tuple[float, float]]:
     """Seconds of each batch, and of the front end's processor."""
     from openrlhf import platform
     from openrlhf.engines.spec import engine_environment, model_arguments
@@ -48,8 +51,11 @@ async def serve(options: argparse.Namespace, scheduler: str | None, logprobs: bo
         arguments |= {"scheduler_cls": scheduler, "max_num_seqs": options.requests, "enable_prefix_caching": False}
         engine = VLLMEngine.__new__(VLLMEngine)
         engine._llm = llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-        sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True, logprobs=logprobs)
+        strings = ("</tool>",) if stop else ()
+        sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True, logprobs=logprobs, stop=strings)
         own: Any = engine._vllm_sampling(sampling)
+        if scheduler is None:
+            own.stop, own.detokenize, own.flat_logprobs = list(strings), stop, True
 
         async def request(name: str) -> None:
             async for _ in llm.generate({"prompt_token_ids": [3, 4, 5, 6]}, own, name):
@@ -64,15 +70,17 @@ async def serve(options: argparse.Namespace, scheduler: str | None, logprobs: bo
     return seconds[1:]
 
 
-def measure(options: argparse.Namespace, way: str, logprobs: bool) -> list[tuple[float, float]]:
+def measure(options: argparse.Namespace, way: str, logprobs: bool, stop: bool) -> list[tuple[float, float]]:
     """:func:`serve` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        case = json.dumps([SCHEDULERS[way], logprobs, str(answer)])
+        case = json.dumps([SCHEDULERS[way], logprobs, stop, str(answer)])
         with log.open("w") as output:
             line = [sys.executable, __file__, *sys.argv[1:], "--case", case]
             if subprocess.run(line, stdout=output, stderr=output, timeout=900, check=False).returncode:
-                raise RuntimeError(f"{way}, log-probs {logprobs}: failed\n{log.read_text()[-4000:]}")
+                raise RuntimeError(
+                    f"{way}, log-probs {logprobs}, stop string {stop}: failed\n{log.read_text()[-4000:]}"
+                )
         return json.loads(answer.read_text())
 
 
@@ -85,27 +93,37 @@ def main() -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        scheduler, logprobs, answer = json.loads(options.case)
-        Path(answer).write_text(json.dumps(asyncio.run(serve(options, scheduler, logprobs))))
+        *case, answer = json.loads(options.case)
+        Path(answer).write_text(json.dumps(asyncio.run(serve(options, *case))))
         return 0
     rows: list[dict[str, Any]] = []
-    for logprobs in (False, True):
+    for logprobs, stop in CASES:
         taken: dict[str, list[tuple[float, float]]] = {way: [] for way in SCHEDULERS}
         for _ in range(2):
             for way in SCHEDULERS:
-                taken[way] += measure(options, way, logprobs)
+                taken[way] += measure(options, way, logprobs, stop)
         for way, seconds in taken.items():
             whole, front_end = (statistics.median(part) for part in zip(*seconds, strict=True))
-            rows.append({"way": way, "logprobs": logprobs, "seconds": whole, "front_end": front_end, "each": seconds})
+            rows.append(
+                {
+                    "way": way,
+                    "logprobs": logprobs,
+                    "stop": stop,
+                    "seconds": whole,
+                    "front_end": front_end,
+                    "each": seconds,
+                }
+            )
     stack = versions("vllm", "torch")
     if options.json:
         options.json.write_text(json.dumps({"card": card(), "versions": stack, "rows": rows}, indent=1))
     count = options.requests * options.tokens
     print(f"{card()}, {stack}: {options.requests} requests of {options.tokens} tokens, medians of {2 * options.rounds}")
-    print(f"{'':<18}{'log-probs':>10}{'seconds':>9}{'us a token':>12}{'front end':>11}")
+    print(f"{'':<18}{'log-probs':>10}{'stop':>6}{'seconds':>9}{'us a token':>12}{'front end':>11}")
     for row in rows:
         print(
-            f"{row['way']:<18}{'yes' if row['logprobs'] else 'no':>10}{row['seconds']:>9.2f}"
+            f"{row['way']:<18}{'yes' if row['logprobs'] else 'no':>10}{'yes' if row['stop'] else 'no':>6}"
+            f"{row['seconds']:>9.2f}"
             f"{row['seconds'] / count * 1e6:>12.1f}{row['front_end']:>9.2f} s"
         )
     return 0

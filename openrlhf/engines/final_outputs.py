@@ -11,9 +11,11 @@ which weights may change.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,6 +23,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+
+from openrlhf.engines.stop_strings import Endings, StopWatch, stop_strings
 
 LOGPROBS = "sampled_logprobs"
 """Of the dict of a request that vLLM passes on as it is (``kv_transfer_params``): log-probs of the sampled tokens."""
@@ -53,6 +57,7 @@ class Kept:
         if output.finish_reason is None:
             return None
         output.prefill_stats = self._first.prefill_stats
+        output.new_prompt_logprobs_tensors = self._first.new_prompt_logprobs_tensors
         output.new_token_ids = self._token_ids
         if self._logprobs:
             output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: self._logprobs}
@@ -67,14 +72,13 @@ class Kept:
 
 
 def wants_one_output(request: Request) -> bool:
-    """Only the end of the request is looked at. A stop string is looked for in the front end, token by token."""
+    """Only the end of the request is looked at. vLLM's own stop strings are looked for in its front end, by token."""
     sampling = request.sampling_params
     return (
         sampling is not None
         and sampling.output_kind == RequestOutputKind.FINAL_ONLY
         and not sampling.stop
         and sampling.num_logprobs in (None, 0)
-        and sampling.prompt_logprobs is None
         and not request.resumable
     )
 
@@ -85,11 +89,31 @@ class FinalOutputs(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kept: dict[str, Kept] = {}
+        self._watches: dict[str, StopWatch] = {}
+
+    @cached_property
+    def _endings(self) -> Endings:
+        return Endings(cached_tokenizer_from_config(self.vllm_config.model_config))
 
     def add_request(self, request: Request) -> None:
         if wants_one_output(request):
             self._kept[request.request_id] = Kept()
+        strings = stop_strings(request)
+        if strings:
+            self._watches[request.request_id] = StopWatch(request, strings, self._endings)
         super().add_request(request)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        watch = self._watches.get(request.request_id)
+        # A string in the last token that fits ends a response rather than the limit; an end token comes before either.
+        if watch is not None and request.status != RequestStatus.FINISHED_STOPPED:
+            string = watch.found(request.output_token_ids)
+            if string is not None:
+                request.status, request.stop_reason, stopped = RequestStatus.FINISHED_STOPPED, string, True
+        return new_token_ids, stopped
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -106,17 +130,18 @@ class FinalOutputs(Scheduler):
 
     def _whole(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         kept = self._kept.get(output.request_id)
-        if kept is None:
-            return output
-        whole = kept.add(output)
-        if whole is not None:
-            del self._kept[output.request_id]
-        return whole
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        return output if kept is None else kept.add(output)
+
+    def _forget(self, request_id: str) -> None:
+        self._kept.pop(request_id, None)
+        self._watches.pop(request_id, None)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         ended = super().finish_requests(request_ids, finished_status)
         for request in ended:
-            self._kept.pop(request.request_id, None)
+            self._forget(request.request_id)
         return ended
 
     def has_requests(self) -> bool:

@@ -162,20 +162,23 @@ class VLLMEngine:
         from vllm import SamplingParams as VLLMSampling
         from vllm.sampling_params import RequestOutputKind
 
+        from openrlhf.engines.stop_strings import STOP_STRINGS
+
         options = {name: getattr(sampling, name) for name in SamplingParams.names()}
         options |= {
             "top_k": max(sampling.top_k, 0),
-            "stop": list(sampling.stop) or None,
+            "stop": None,
             "stop_token_ids": list(sampling.stop_token_ids) or None,
             "logprobs": 0 if sampling.logprobs else None,
-            # Else an object and a dict for each of millions of tokens, over which garbage collection takes seconds.
-            "flat_logprobs": True,
             "skip_special_tokens": False,
-            # Text is only needed to look for stop strings; decoding costs a third of the speed.
-            "detokenize": bool(sampling.stop),
+            # Nobody reads the text. The core looks for stop strings, which vLLM would decode every token for.
+            "detokenize": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
-        return VLLMSampling(**(dict(sampling.extra) | options))
+        extra = dict(sampling.extra)
+        if sampling.stop:
+            options["extra_args"] = {**(extra.get("extra_args") or {}), STOP_STRINGS: list(sampling.stop)}
+        return VLLMSampling(**(extra | options))
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -238,14 +241,10 @@ class VLLMEngine:
 
 
 def _sampled_logprobs(output: Any) -> list[float]:
-    """Log-probs of a response: from the scheduler, or as vLLM has them where it looked for stop strings."""
+    """Log-probs of a response, as the scheduler sends them."""
     from openrlhf.engines.final_outputs import LOGPROBS
 
-    whole = (output.kv_transfer_params or {}).get(LOGPROBS)
-    if whole is not None:
-        return whole
-    flat = output.outputs[0].logprobs
-    return [flat.logprobs[start] for start in flat.start_indices]
+    return (output.kv_transfer_params or {}).get(LOGPROBS, [])
 
 
 def _token_versions(spans: Sequence[Any] | None, count: int) -> int | list[int]:

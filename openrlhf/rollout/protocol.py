@@ -62,6 +62,8 @@ class SamplingParams:
             problems.append(f"max_tokens {self.max_tokens} is below 1")
         if self.min_tokens < 0:
             problems.append(f"min_tokens {self.min_tokens} is negative")
+        if "" in self.stop:
+            problems.append("an empty stop string ends nothing")
         if problems:
             raise ValueError("sampling parameters: " + "; ".join(problems))
 

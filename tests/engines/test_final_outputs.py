@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from vllm.v1.request import RequestStatus
 from openrlhf.engines import final_outputs
 from openrlhf.engines.final_outputs import LOGPROBS, AsyncFinalOutputs, FinalOutputs, make_scheduler, wants_one_output
 from openrlhf.engines.spec import engine_environment, model_arguments
+from openrlhf.engines.stop_strings import STOP_STRINGS
 from openrlhf.engines.vllm_engine import VLLMEngine, _sampled_logprobs
 from openrlhf.rollout.protocol import SamplingParams
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -52,7 +53,7 @@ class Steps:
         monkeypatch.setattr(Scheduler, "update_from_output", lambda _, scheduled, sent: sent)
         monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
         self.scheduler = FinalOutputs.__new__(FinalOutputs)
-        self.scheduler._kept, self.scheduler._pause_state = {}, PauseState.UNPAUSED
+        self.scheduler._kept, self.scheduler._watches, self.scheduler._pause_state = {}, {}, PauseState.UNPAUSED
         self.scheduler.requests = {made.request_id: made for made in requests}
         for made in requests:
             self.scheduler.add_request(made)
@@ -64,13 +65,14 @@ class Steps:
 
 def test_a_response_is_sent_when_it_ends_with_all_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Steps(monkeypatch, request("a", logprobs=0), request("b"))
-    stats = PrefillStats()
-    assert step(output("a", 1, logprob=-0.5, prefill_stats=stats), output("b", 7)) == {}
+    stats, prompt = PrefillStats(), object()
+    first = output("a", 1, logprob=-0.5, prefill_stats=stats, new_prompt_logprobs_tensors=prompt)
+    assert step(first, output("b", 7)) == {}
     assert step(output("a", 2, logprob=-1.0), output("b", 8)) == {}
     (whole,) = step(output("a", 3, ends=True, logprob=-2.0), output("b", 9))[0].outputs
     assert whole.new_token_ids == [1, 2, 3] and whole.finish_reason == FinishReason.LENGTH
     assert whole.kv_transfer_params == {LOGPROBS: [-0.5, -1.0, -2.0]} and whole.new_logprobs is None
-    assert whole.prefill_stats is stats
+    assert whole.prefill_stats is stats and whole.new_prompt_logprobs_tensors is prompt
     (other,) = step(output("b", 10, ends=True))[0].outputs
     assert other.new_token_ids == [7, 8, 9, 10] and other.kv_transfer_params is None
     assert not step.scheduler._kept
@@ -113,7 +115,7 @@ def test_steps_that_tell_something_else_are_sent(monkeypatch: pytest.MonkeyPatch
         ({"logprobs": 0}, True),
         ({"stop_token_ids": [3]}, True),
         ({"logprobs": 2}, False),
-        ({"prompt_logprobs": 0}, False),
+        ({"prompt_logprobs": 0}, True),
         ({"resumable": True}, False),
     ],
 )
@@ -123,7 +125,7 @@ def test_requests_that_look_at_more_than_their_end_are_served_token_by_token(
     assert wants_one_output(request("a", **options)) == once
 
 
-def test_stop_strings_and_streams_are_served_token_by_token() -> None:
+def test_streams_and_stop_strings_of_the_front_end_are_served_token_by_token() -> None:
     made = request("a")
     made.sampling_params = VLLMSampling(output_kind=RequestOutputKind.FINAL_ONLY, stop=["x"])
     assert not wants_one_output(made)
@@ -166,12 +168,14 @@ def test_an_engine_sends_little_and_says_the_same(tmp_path: Path, environment: N
 
         llm.engine_core.get_output_async = counting
 
-        async def ask(name: str, kind: RequestOutputKind, **options: Any) -> list[Any]:
+        async def ask(name: str, change: Callable[[Any], None] = lambda sampling: None, **options: Any) -> list[Any]:
             received[0] = 0
 
             async def one(seed: int) -> Any:
-                sampling = engine._vllm_sampling(SamplingParams(logprobs=True, max_tokens=50, seed=seed, **options))
-                sampling.output_kind = kind
+                sampling = engine._vllm_sampling(
+                    SamplingParams(logprobs=True, max_tokens=50, seed=seed, ignore_eos=True, **options)
+                )
+                change(sampling)
                 async for answer in llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, f"{name}-{seed}"):
                     last = answer
                 return last
@@ -180,22 +184,29 @@ def test_an_engine_sends_little_and_says_the_same(tmp_path: Path, environment: N
             counted[name] = received[0]
             return answers
 
+        def as_vllm_does(sampling: Any) -> None:
+            sampling.output_kind, sampling.flat_logprobs = RequestOutputKind.CUMULATIVE, True
+            strings = (sampling.extra_args or {}).pop(STOP_STRINGS, None)
+            if strings:
+                sampling.stop, sampling.detokenize = strings, True
+
         try:
-            each = await ask("each", RequestOutputKind.CUMULATIVE, ignore_eos=True)
-            once = await ask("once", RequestOutputKind.FINAL_ONLY, ignore_eos=True)
-            for one, other in zip(once, each, strict=True):
-                assert list(one.outputs[0].token_ids) == list(other.outputs[0].token_ids)
-                assert len(_sampled_logprobs(one)) == 50 and not one.outputs[0].logprobs.start_indices
-                assert _sampled_logprobs(one) == pytest.approx(_sampled_logprobs(other), abs=1e-6)
+            each, once = await ask("each", as_vllm_does), await ask("once")
             word = llm.tokenizer.decode(once[0].outputs[0].token_ids[10:12])
-            (stopped, *_) = await ask("stop", RequestOutputKind.FINAL_ONLY, ignore_eos=True, stop=(word,))
-            cut = stopped.outputs[0]
-            assert cut.finish_reason == "stop" and cut.stop_reason == word and len(cut.token_ids) <= 12
-            assert _sampled_logprobs(stopped) == pytest.approx(
-                _sampled_logprobs(once[0])[: len(cut.token_ids)], abs=1e-6
-            )
+            limits = {"stop": (word, word[-1] + "never"), "min_tokens": 3}
+            each += await ask("each until", as_vllm_does, **limits)
+            once += await ask("once until", **limits)
+            for one, other in zip(once, each, strict=True):
+                (mine, usual) = (answer.outputs[0] for answer in (one, other))
+                assert list(mine.token_ids) == list(usual.token_ids)
+                assert (mine.finish_reason, mine.stop_reason) == (usual.finish_reason, usual.stop_reason)
+                flat = usual.logprobs
+                expected = [flat.logprobs[start] for start in flat.start_indices]
+                assert _sampled_logprobs(one) == pytest.approx(expected, abs=1e-6)
+                assert len(expected) == len(mine.token_ids) and not mine.logprobs
+            assert once[8].outputs[0].stop_reason == word and len(once[8].outputs[0].token_ids) <= 12
         finally:
             llm.shutdown()
 
     asyncio.run(run())
-    assert counted["once"] == 8 and counted["each"] == 8 * 50 and counted["stop"] > 8
+    assert counted["once"] == counted["once until"] == 8 and counted["each"] == 8 * 50

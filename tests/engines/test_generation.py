@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import pytest
 from ray import cloudpickle
-from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine import FinishReason
 
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.config import PPOConfig
 from openrlhf.engines import pool, vllm_engine
+from openrlhf.engines.final_outputs import LOGPROBS
 from openrlhf.engines.pool import EnginePool, GroupCalls
 from openrlhf.engines.spec import EngineSpec, model_arguments
+from openrlhf.engines.stop_strings import STOP_STRINGS
 from openrlhf.engines.vllm_engine import IMAGE_TRIES, UNSYNCED, RefusedByVLLM, VLLMEngine, _token_versions
 from openrlhf.rollout.group import PromptItem
 from openrlhf.rollout.protocol import PlacedImage, SamplingParams
@@ -134,24 +135,28 @@ def test_latencies_of_engines_are_a_mean_over_calls(monkeypatch: pytest.MonkeyPa
     assert engines.pop_metrics() == {"reward/calls": 4.0, "reward/latency_mean": 2.0, "reward/latency_max": 5.0}
 
 
-def test_log_probs_of_sampled_tokens_come_without_an_object_for_each() -> None:
-    flat = FlatLogprobs()
-    for token, logprob in ((7, -0.5), (7, -0.25), (9, -2.0)):
-        append_logprobs_for_next_position(flat, [token], [logprob], [None], rank=1, num_logprobs=0)
-    completion = CompletionOutput(0, "", [7, 7, 9], -2.75, flat, finish_reason="stop")
+def test_an_agents_wishes_change_nothing_in_how_it_is_served() -> None:
+    completion = CompletionOutput(0, "", [7, 7, 9], None, None, finish_reason="stop", stop_reason="ab")
     asked: list[Any] = []
 
     async def answer(prompt: Any, sampling: Any) -> Any:
         asked.append(sampling)
-        return SimpleNamespace(outputs=[completion], kv_transfer_params=None)
+        return SimpleNamespace(outputs=[completion], kv_transfer_params={LOGPROBS: [-0.5, -0.25, -2.0]})
 
     engine = VLLMEngine.__new__(VLLMEngine)
     engine._run = answer  # type: ignore[method-assign]
-    for extra in ((), (("flat_logprobs", False),)):  # an agent's wish changes nothing in what it gets
-        sampling = SamplingParams(logprobs=True, max_tokens=3, extra=extra)
+    wishes = {"detokenize": True, "logprobs": 5, "stop": ["x"], "extra_args": {"own": 1}}
+    for extra in ((), tuple(wishes.items())):
+        sampling = SamplingParams(logprobs=True, max_tokens=3, stop=("ab", "c"), extra=extra)
         result = asyncio.run(engine.generate([1], sampling))
         assert (result.token_ids, result.logprobs) == ([7, 7, 9], [-0.5, -0.25, -2.0])
-        assert asked[-1].flat_logprobs and asked[-1].logprobs == 0
+        assert (result.finish_reason, result.stop_reason) == ("stop", "ab")
+        assert asked[-1].logprobs == 0 and not asked[-1].detokenize and not asked[-1].stop
+        assert asked[-1].extra_args == ({"own": 1} if extra else {}) | {STOP_STRINGS: ["ab", "c"]}
+    asyncio.run(engine.generate([1], SamplingParams()))
+    assert asked[-1].extra_args is None and asked[-1].logprobs is None
+    with pytest.raises(ValueError, match="empty stop string"):
+        SamplingParams(stop=("a", ""))
 
 
 @dataclass
