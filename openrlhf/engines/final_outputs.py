@@ -58,6 +58,7 @@ class Kept:
             return None
         output.prefill_stats = self._first.prefill_stats
         output.new_prompt_logprobs_tensors = self._first.new_prompt_logprobs_tensors
+        output.prompt_token_id_logprobs = self._first.prompt_token_id_logprobs
         output.new_token_ids = self._token_ids
         if self._logprobs:
             output.kv_transfer_params = {**(output.kv_transfer_params or {}), LOGPROBS: self._logprobs}

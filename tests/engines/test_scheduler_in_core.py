@@ -26,8 +26,10 @@ from vllm.v1.executor import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, LogprobsLists, ModelRunnerOutput
 
+from openrlhf.engines import final_outputs
 from openrlhf.engines.final_outputs import LOGPROBS, AsyncFinalOutputs, FinalOutputs
 from openrlhf.engines.spec import model_arguments
+from openrlhf.engines.stop_strings import STOP_STRINGS
 from openrlhf.utils.tiny_model import make_tiny_model
 
 PAUSE_STEPS = 8
@@ -102,6 +104,7 @@ class Asked:
 
     limit: int
     stop: int | None
+    string: bool
     logprobs: bool
     client: int
     tokens: list[int] = field(default_factory=list)
@@ -129,18 +132,27 @@ class Core:
     def open(self) -> list[str]:
         return [name for name, asked in self.requests.items() if asked.end is None and not asked.aborted]
 
-    def add(self, prompt: int, limit: int, stop: int | None = None, logprobs: bool = True, client: int = 0) -> str:
+    def add(
+        self,
+        prompt: int,
+        limit: int,
+        stop: int | None = None,
+        logprobs: bool = True,
+        client: int = 0,
+        string: bool = False,
+    ) -> str:
         name = str(next(self._names))
         sampling = SamplingParams(
             max_tokens=limit,
             logprobs=0 if logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            stop_token_ids=None if stop is None else [version * 1000 + stop for version in range(100)],
+            stop_token_ids=None if stop is None or string else [version * 1000 + stop for version in range(100)],
+            extra_args={STOP_STRINGS: [str(stop)]} if stop is not None and string else None,
         )
         ids = [next(self._names) % 50 + 4 for _ in range(prompt)]
         request = EngineCoreRequest(name, ids, None, sampling, None, 0.0, None, None, None, client_index=client)
-        self.requests[name] = Asked(limit, stop, logprobs, client)
+        self.requests[name] = Asked(limit, stop, string, logprobs, client)
         self.core.input_queue.put((EngineCoreRequestType.ADD, self.core.preprocess_add_request(request)))
         return name
 
@@ -174,7 +186,7 @@ class Core:
             if not self.core.has_work():
                 break
         assert not self.open and not self.core.has_work()
-        assert not self.scheduler._kept and not self.scheduler.requests
+        assert not self.scheduler._kept and not self.scheduler._watches and not self.scheduler.requests
 
     def _receive(self, client: int, message: Any) -> None:
         if message.utility_output is not None:
@@ -198,8 +210,20 @@ class Core:
         stops = asked.stop is not None and asked.stop < asked.limit
         assert asked.end == (FinishReason.STOP if stops else FinishReason.LENGTH)
         assert len(asked.tokens) == (cast(int, asked.stop) + 1 if stops else asked.limit)
+        if stops:
+            assert output.stop_reason == (str(asked.stop) if asked.string else asked.tokens[-1])
         logprobs = (output.kv_transfer_params or {}).get(LOGPROBS)
         assert logprobs == ([-float(token) for token in asked.tokens] if asked.logprobs else None)
+
+
+class MadeUpWatch:
+    """Of a stop string that names the position of the token in which it ends."""
+
+    def __init__(self, request: Any, strings: list[str], endings: Any) -> None:
+        self._string = strings[0]
+
+    def found(self, token_ids: Any) -> str | None:
+        return self._string if token_ids[-1] % 1000 == int(self._string) else None
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +237,7 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, model:
     # Neither may outlast the test.
     monkeypatch.setattr(vllm_core, "freeze_gc_heap", lambda: None)
     monkeypatch.setattr(vllm_core, "enable_envs_cache", lambda: None)
+    monkeypatch.setattr(final_outputs, "StopWatch", MadeUpWatch)
     arguments = model_arguments(model, "fp32", 96, on_cpu=True) | {
         "max_num_batched_tokens": 96,
         "max_num_seqs": 8,
@@ -254,13 +279,14 @@ def test_nothing_is_lost_or_misnamed_in_pauses(core: Core) -> None:
     for _ in range(600):
         if draw.random() < 0.35:
             for _ in range(draw.randrange(1, 5)):
-                stop = draw.choice([None, None, 3, 8])
+                stop = draw.choice([None, None, 3, 4, 8])
                 core.add(
                     draw.choice([1, 5, 20, 40]),
                     draw.choice([1, 2, 5, 50]),
                     stop,
                     draw.random() < 0.7,
                     draw.randrange(2),
+                    draw.random() < 0.5,
                 )
         if draw.random() < 0.1 and core.open:
             core.abort(draw.choice(core.open))
@@ -293,12 +319,12 @@ def test_nothing_is_lost_or_misnamed_in_pauses(core: Core) -> None:
 
 def test_nothing_is_kept_of_what_a_sleeping_engine_aborts(core: Core) -> None:
     core.core.set_weight_version("0")
-    names = [core.add(20, 50) for _ in range(6)]
+    names = [core.add(20, 50, 40, string=True) for _ in range(6)]
     core.turn(12)
     assert any(kept.waits for kept in core.scheduler._kept.values())
     core.wait(core.call("pause_scheduler", "abort", True))
     assert [core.requests[name].end for name in names] == [FinishReason.ABORT] * 6
-    assert not core.scheduler._kept
+    assert not core.scheduler._kept and not core.scheduler._watches
     later = core.add(5, 5)
     core.turn(5)
     update(core, clear=True)
