@@ -17,7 +17,8 @@ import torch
 
 from openrlhf.cluster.group import NESTED_SECONDS, PendingCall, WorkerGroup
 from openrlhf.config import PPOConfig
-from openrlhf.workers import model_worker
+from openrlhf.utils.errors import ExplainedError
+from openrlhf.workers import deepspeed_engine, model_worker
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.model_worker import ROLE_WORKERS, PolicyWorker, form_groups
 
@@ -145,3 +146,10 @@ def test_what_a_checkpoint_says_of_the_run_comes_from_one_rank() -> None:
         worker.engine = mock.Mock(**{"load_checkpoint.return_value": {"buffer": "groups"}})
         assert worker.load_checkpoint("folder", "tag") == answer
         worker.engine.load_checkpoint.assert_called_once_with("folder", "tag")
+
+
+def test_a_number_format_without_kernels_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_engine.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(deepspeed_engine, "on_gpu", lambda: False)
+    with pytest.raises(ExplainedError, match="fp16 does not run on a CPU; use fp32 or bf16"):
+        TrainEngine(torch.nn.Linear(1, 1), replace(PPOConfig(), param_dtype="fp16"), None)
