@@ -26,7 +26,7 @@ setup(
     install_requires=requirements("requirements.txt"),
     extras_require={extra: requirements(f"requirements/{extra}.txt") for extra in ("gpu", "cpu", "dev")},
     entry_points={
-        "console_scripts": ["openrlhf = openrlhf.cli.main:main"],
+        "console_scripts": ["openrlhf = openrlhf.cli.main:console"],
         "vllm.general_plugins": ["openrlhf_weight_sync = openrlhf.engines.weight_sync.plugin:register"],
     },
     classifiers=[

@@ -138,6 +138,12 @@ def test_imports_point_down() -> None:
     assert line in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """pytest imports them all by their names alone."""
+    names = [path.name for path in tracked_files() if path.match("tests/**/test_*.py")]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_python_files_stay_readable() -> None:
     long = []
     for path in tracked_files():

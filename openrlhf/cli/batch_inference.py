@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 from openrlhf.cli.common import tool
+from openrlhf.utils.process import leave
 
 main = partial(tool, "batch_inference", "openrlhf.tools.batch_inference")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

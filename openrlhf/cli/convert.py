@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 from openrlhf.cli.common import run_tool, with_task
 from openrlhf.config import parse_cli
+from openrlhf.utils.process import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,4 +24,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,10 +8,12 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from openrlhf.config import COMMANDS
 from openrlhf.config.commands import nearest_command
 from openrlhf.utils.former_names import INSTEAD, explain
+from openrlhf.utils.process import leave
 
 
 def usage() -> str:
@@ -82,5 +84,10 @@ def run(words: Sequence[str]) -> int:
     return int(module.main(rest))
 
 
+def console() -> NoReturn:
+    """The console script."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 from openrlhf.cli.common import train
+from openrlhf.utils.process import leave
 
 main = partial(train, "train_sft", "openrlhf.trainer.sft")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import math
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +48,19 @@ def unlink_shared_resources() -> None:
     it, the tracker among them. Stopping the tracker makes it do its work now.
     """
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
+
+
+def leave(status: int) -> NoReturn:
+    """End this process: its exit functions are called, but the interpreter is not taken down.
+
+    Of a training, process groups outlive the engine that used them (torch.distributed can't end them while DeepSpeed
+    refers to them). Their threads, when the interpreter frees them last, now and then abort the process, and a training
+    that went well would be one that failed.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def tail(path: str | Path) -> str:

@@ -20,6 +20,7 @@ from openrlhf.batching import pack
 from openrlhf.models.loading import load_causal_lm, load_sequence_regression, load_tokenizer
 from openrlhf.models.logprobs import PolicyModel, RewardModel, ScoreOutputs
 from openrlhf.tools.loading import LoadSettings
+from openrlhf.utils.process import leave
 from openrlhf.workers.deepspeed_engine import OptimizerSpec, SchedulerSpec, TrainEngine
 from openrlhf.workers.distributed import World, all_reduce_sum, init_distributed, shutdown
 
@@ -94,3 +95,4 @@ def main(mode: str, folder: Path, names: list[str]) -> dict[str, Any]:
 if __name__ == "__main__":
     platform.prepare_process()
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    leave(0)

@@ -26,6 +26,7 @@ from openrlhf import platform
 from openrlhf.batching import MicroBatch
 from openrlhf.config import parse_cli
 from openrlhf.trainer import dpo, kto, reward_model, supervised
+from openrlhf.utils.process import leave
 from openrlhf.utils.tiny_model import make_tiny_model
 from openrlhf.workers.deepspeed_engine import TrainEngine
 from openrlhf.workers.distributed import World, init_distributed, shutdown
@@ -264,3 +265,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from openrlhf import platform
 from openrlhf.cli.train_sft import main
 from openrlhf.trainer import supervised
+from openrlhf.utils.process import leave
 
 
 def run_all(jobs: list[tuple[str, list[str]]], folder: Path) -> None:
@@ -41,3 +42,4 @@ def run_all(jobs: list[tuple[str, list[str]]], folder: Path) -> None:
 
 if __name__ == "__main__":
     run_all(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    leave(0)

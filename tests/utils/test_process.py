@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from openrlhf.cli import common
 from openrlhf.config import PPOConfig
 from openrlhf.engines.spec import engine_spec
 from openrlhf.rollout.rewards.math_check import MathChecker
@@ -78,3 +80,40 @@ def test_memory_of_a_process_and_of_those_that_it_started() -> None:
         alone, both = process.resident_bytes(), process.resident_bytes(children=True)
         child.communicate(b"\n", timeout=60)
     assert 1 << 20 < alone and both > alone + (64 << 20)
+
+
+LEFT = """
+import atexit, sys
+from openrlhf.utils.process import leave
+
+class Thread:
+    def __del__(self):
+        print("taken down")
+
+thread = Thread()
+atexit.register(print, "exit functions are called")
+print("said", end=" ")
+leave(3)
+"""
+
+
+def test_a_process_leaves_without_taking_the_interpreter_down() -> None:
+    run = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (3, "said exit functions are called\n", "")
+
+
+GROUPS = ("train_sft", "train_rm", "train_dpo", "train_kto", "batch_inference", "convert", "main")
+
+
+@pytest.mark.parametrize("command", GROUPS)
+def test_commands_that_join_a_process_group_leave_so(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(process, "leave", left.append)
+    for name in ("train", "tool", "run_tool"):
+        monkeypatch.setattr(common, name, lambda *_: 7)
+    monkeypatch.setattr("openrlhf.config.parse_cli", lambda *_: SimpleNamespace(task="zero2hf"))
+    monkeypatch.setattr("openrlhf.config.commands.nearest_command", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["openrlhf", "nothing"])
+    monkeypatch.delitem(sys.modules, f"openrlhf.cli.{command}", raising=False)  # or runpy warns
+    runpy.run_module(f"openrlhf.cli.{command}", run_name="__main__")
+    assert left == [2 if command == "main" else 7]

@@ -13,6 +13,7 @@ import engine_training
 import engine_weights
 from engine_base import Cases
 
+from openrlhf.utils.process import leave
 from openrlhf.workers.distributed import init_distributed, shutdown
 
 
@@ -29,3 +30,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)

@@ -48,6 +48,7 @@ from openrlhf.trainer.experience import (  # noqa: E402
     step_batches,
     token_outputs,
 )
+from openrlhf.utils.process import leave
 from openrlhf.utils.tiny_model import make_tiny_model  # noqa: E402
 from openrlhf.workers.distributed import all_reduce_sum, init_distributed, shutdown  # noqa: E402
 from openrlhf.workers.messages import CUTS, StepBatch  # noqa: E402
@@ -319,3 +320,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
