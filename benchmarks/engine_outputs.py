@@ -25,13 +25,11 @@ from typing import Any
 
 from hybrid_step import card, versions
 
-SCHEDULERS = {"token by token": None, "whole responses": "openrlhf.engines.final_outputs.make_scheduler"}
+WAYS = ("token by token", "whole responses")
 CASES = [(logprobs, stop) for stop in (False, True) for logprobs in (False, True)]
 
 
-async def serve(
-    options: argparse.Namespace, scheduler: str | None, logprobs: bool, stop: bool
-) -> list[tuple[float, float]]:
+async def serve(options: argparse.Namespace, way: str, logprobs: bool, stop: bool) -> list[tuple[float, float]]:
     """Seconds of each batch, and of the front end's processor."""
     from openrlhf import platform
     from openrlhf.engines.spec import engine_environment, model_arguments
@@ -48,13 +46,15 @@ async def serve(
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
         arguments = model_arguments(model, "fp32" if on_cpu else "bf16", 1024, on_cpu=on_cpu)
-        arguments |= {"scheduler_cls": scheduler, "max_num_seqs": options.requests, "enable_prefix_caching": False}
+        arguments |= {"max_num_seqs": options.requests, "enable_prefix_caching": False}
+        if way == WAYS[0]:
+            del arguments["scheduler_cls"]
         engine = VLLMEngine.__new__(VLLMEngine)
         engine._llm = llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         strings = ("</tool>",) if stop else ()
         sampling = SamplingParams(max_tokens=options.tokens, ignore_eos=True, logprobs=logprobs, stop=strings)
         own: Any = engine._vllm_sampling(sampling)
-        if scheduler is None:
+        if way == WAYS[0]:
             own.stop, own.detokenize, own.flat_logprobs = list(strings), stop, True
 
         async def request(name: str) -> None:
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, way: str, logprobs: bool, stop: bool) -
     """:func:`serve` in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        case = json.dumps([SCHEDULERS[way], logprobs, stop, str(answer)])
+        case = json.dumps([way, logprobs, stop, str(answer)])
         with log.open("w") as output:
             line = [sys.executable, __file__, *sys.argv[1:], "--case", case]
             if subprocess.run(line, stdout=output, stderr=output, timeout=900, check=False).returncode:
@@ -93,27 +93,19 @@ def main() -> int:
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        *case, answer = json.loads(options.case)
-        Path(answer).write_text(json.dumps(asyncio.run(serve(options, *case))))
+        *asked, answer = json.loads(options.case)
+        Path(answer).write_text(json.dumps(asyncio.run(serve(options, *asked))))
         return 0
     rows: list[dict[str, Any]] = []
     for logprobs, stop in CASES:
-        taken: dict[str, list[tuple[float, float]]] = {way: [] for way in SCHEDULERS}
+        taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(2):
-            for way in SCHEDULERS:
+            for way in WAYS:
                 taken[way] += measure(options, way, logprobs, stop)
         for way, seconds in taken.items():
             whole, front_end = (statistics.median(part) for part in zip(*seconds, strict=True))
-            rows.append(
-                {
-                    "way": way,
-                    "logprobs": logprobs,
-                    "stop": stop,
-                    "seconds": whole,
-                    "front_end": front_end,
-                    "each": seconds,
-                }
-            )
+            case = {"way": way, "logprobs": logprobs, "stop": stop}
+            rows.append({**case, "seconds": whole, "front_end": front_end, "each": seconds})
     stack = versions("vllm", "torch")
     if options.json:
         options.json.write_text(json.dumps({"card": card(), "versions": stack, "rows": rows}, indent=1))

@@ -47,6 +47,7 @@ def alone(options: argparse.Namespace, model: Path, prompts: Path) -> list[float
 
 
 def alone_in_a_process(options: argparse.Namespace) -> list[float]:
+    """:func:`alone` in a process of its own, which gives the GPU back."""
     answer = options.work / f"alone_{time.time_ns()}.json"
     subprocess.run([sys.executable, __file__, "--alone", str(answer), *sys.argv[1:]], check=True)
     return json.loads(answer.read_text())

@@ -1,8 +1,8 @@
 """A scheduler for vLLM that tells the front end of a response once, when it has ended.
 
 vLLM's core sends every token of every request to the front end, with its log-prob, also for requests that only want the
-final output. With hundreds of sequences that is most of what both processes do beside the model: objects to make,
-pack, send, unpack and add up, a hundred thousand a second. Here the core keeps a response until it is whole.
+final output: with hundreds of sequences, tens of thousands of objects a second to make, pack, send, unpack and add up.
+Here the core keeps a response until it is whole.
 
 vLLM labels what it sends with the version of the weights at that moment, so what is kept is sent before a pause, during
 which weights may change.

@@ -27,7 +27,7 @@ class Endings:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._found: dict[str, frozenset[int]] = {}
+        self._found: dict[frozenset[str], frozenset[int]] = {}
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -44,12 +44,11 @@ class Endings:
         # Some decoders leave out a token's space where it begins a text, as it does here.
         if any(string.endswith((" ", _PART_OF_A_CHARACTER)) for string in strings):
             return None
-        tokens = set(self.parts)
-        for character in {string[-1] for string in strings}:
-            if character not in self._found:
-                self._found[character] = frozenset(t for t, text in enumerate(self._texts) if character in text)
-            tokens |= self._found[character]
-        return frozenset(tokens)
+        characters = frozenset(string[-1] for string in strings)
+        if characters not in self._found:  # all requests of a run have the same strings, and so share one set
+            ending = (token for token, text in enumerate(self._texts) if not characters.isdisjoint(text))
+            self._found[characters] = self.parts.union(ending)
+        return self._found[characters]
 
 
 class StopWatch:
