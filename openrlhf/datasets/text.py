@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.datasets.sources import DataError
 from openrlhf.utils.continued import encode_continued
 from openrlhf.utils.first_ids import adds_bos, last_ids
+from openrlhf.utils.template_facts import template_fact
 from openrlhf.utils.tool_calls import with_readable_arguments
 
 Message = dict[str, Any]
@@ -137,16 +138,16 @@ def render(
 
 def _takes_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes the text of a content that is a list of parts, not the list."""
-    known = tokenizer.__dict__.get("_openrlhf_takes_parts", ())
-    if known[:1] != (tokenizer.chat_template,):
+
+    def trial() -> bool:
         probe = [{"role": "user", "content": [{"type": "text", "text": "Qx7"}]}]
         try:
             text = str(tokenizer.apply_chat_template(probe, tokenize=False))
         except (*_REFUSALS, ValueError):
-            text = ""
-        known = (tokenizer.chat_template, "Qx7" in text and not any(f"{q}Qx7{q}" in text for q in "'\""))
-        tokenizer.__dict__["_openrlhf_takes_parts"] = known
-    return bool(known[1])
+            return False
+        return "Qx7" in text and not any(f"{q}Qx7{q}" in text for q in "'\"")
+
+    return template_fact(tokenizer, "takes_parts", trial)
 
 
 def _joined(content: Any, where: str) -> Any:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from openrlhf.utils.template_facts import template_fact
+
 _ID = "a1b2c3d4e"  # Mistral's templates want nine characters
 
 
@@ -62,16 +64,15 @@ def _arguments(value: Any, takes: Readable) -> Any:
 
 def _readable(tokenizer: Any) -> Readable:
     """By a call of which the template writes the arguments as they are, quoted, or not at all."""
-    template = getattr(tokenizer, "chat_template", None)
-    known = tokenizer.__dict__.get("_openrlhf_readable_arguments", ())
-    if known[:1] != (template,):
+
+    def trial() -> Readable:
         own = {"Qx7": "Zk4"}
         text, python = json.dumps(own), str(own)
         as_text = any(text in written for written in _written(tokenizer, text))
         as_object = any("Zk4" in written and python not in written for written in _written(tokenizer, own))
-        known = (template, Readable(as_text, as_object))
-        tokenizer.__dict__["_openrlhf_readable_arguments"] = known
-    return known[1]
+        return Readable(as_text, as_object)
+
+    return template_fact(tokenizer, "readable_arguments", trial)
 
 
 def _written(tokenizer: Any, arguments: Any) -> list[str]:
