@@ -2,7 +2,8 @@
 
 vLLM's core sends every token of every request to the front end, with its log-prob, also for requests that only want the
 final output: with hundreds of sequences, tens of thousands of objects a second to make, pack, send, unpack and add up.
-Here the core keeps a response until it is whole.
+Here the core keeps a response until it is whole. The first and the last of its tokens are vLLM's to take in; for those
+between, which are nearly all, there is a short loop.
 
 vLLM labels what it sends with the version of the weights at that moment, so what is kept is sent before a pause, during
 which weights may change.
@@ -10,6 +11,7 @@ which weights may change.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -24,6 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from openrlhf.engines.decode_steps import DecodeSteps
 from openrlhf.engines.stop_strings import Endings, StopWatch, stop_strings
 
 LOGPROBS = "sampled_logprobs"
@@ -31,9 +34,21 @@ LOGPROBS = "sampled_logprobs"
 
 
 class Kept:
-    """What the core keeps of a request."""
+    """What the core keeps of a request.
 
-    def __init__(self) -> None:
+    Args:
+        request: wants one output.
+        watch: looks for its stop strings.
+        max_model_len: longest prompt with response, in tokens.
+    """
+
+    def __init__(self, request: Request, watch: StopWatch | None, max_model_len: int) -> None:
+        sampling = request.sampling_params
+        assert sampling is not None
+        self.request, self._watch = request, watch
+        self._ends = frozenset((sampling.eos_token_id, *(sampling.stop_token_ids or ())))
+        self._most = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
+        self._wants_logprobs = sampling.num_logprobs is not None
         self._first: EngineCoreOutput | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -42,6 +57,24 @@ class Kept:
     def waits(self) -> bool:
         """There is something that was not sent."""
         return self._first is not None
+
+    def goes_on(self, token: int) -> bool:
+        """The response neither begins nor ends with the token, by whichever of vLLM's rules."""
+        request = self.request
+        return (
+            self._first is not None
+            and token not in self._ends
+            and request.num_tokens + 1 < self._most
+            and request.status == RequestStatus.RUNNING
+            and not request.num_stale_output_tokens
+            and (self._watch is None or not self._watch.may_end(request.output_token_ids[-1:], token))
+        )
+
+    def add_token(self, token: int, logprob: float | None) -> None:
+        """Keep a token with which the response goes on."""
+        self._token_ids.append(token)
+        if self._wants_logprobs and logprob is not None:
+            self._logprobs.append(logprob)
 
     def add(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         """Keep an output; that of the whole response if it ends with this one.
@@ -84,7 +117,15 @@ def wants_one_output(request: Request) -> bool:
     )
 
 
-class FinalOutputs(Scheduler):
+def one_token_a_row(sampled: ModelRunnerOutput) -> bool:
+    """A step brought nothing but tokens and their log-probs, at most one for each request."""
+    several = sampled.logprobs is not None and sampled.logprobs.cu_num_generated_tokens is not None
+    return not (
+        several or sampled.num_nans_in_logits or sampled.prompt_logprobs_dict or sampled.prompt_token_id_logprobs_dict
+    )
+
+
+class FinalOutputs(DecodeSteps):
     """What is changed in either of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,11 +138,12 @@ class FinalOutputs(Scheduler):
         return Endings(cached_tokenizer_from_config(self.vllm_config.model_config))
 
     def add_request(self, request: Request) -> None:
-        if wants_one_output(request):
-            self._kept[request.request_id] = Kept()
         strings = stop_strings(request)
-        if strings:
-            self._watches[request.request_id] = StopWatch(request, strings, self._endings)
+        watch = StopWatch(request, strings, self._endings) if strings else None
+        if watch is not None:
+            self._watches[request.request_id] = watch
+        if wants_one_output(request):
+            self._kept[request.request_id] = Kept(request, watch, self.max_model_len)
         super().add_request(request)
 
     def _update_request_with_output(
@@ -119,7 +161,8 @@ class FinalOutputs(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        sent = super().update_from_output(scheduler_output, model_runner_output)
+        others = self._add_tokens(scheduler_output, model_runner_output)
+        sent = super().update_from_output(others, model_runner_output)
         for outputs in sent.values():
             outputs.outputs = [output for output in map(self._whole, outputs.outputs) if output is not None]
         if self.pause_state == PauseState.PAUSED_ALL:
@@ -128,6 +171,36 @@ class FinalOutputs(Scheduler):
                     client = self.requests[request_id].client_index
                     sent.setdefault(client, EngineCoreOutputs()).outputs.append(kept.take())
         return {client: o for client, o in sent.items() if o.outputs or o.finished_requests or o.scheduler_stats}
+
+    def _add_tokens(self, scheduled: SchedulerOutput, sampled: ModelRunnerOutput) -> SchedulerOutput:
+        """Add tokens to responses that go on with them; the step as if only the other requests had been in it.
+
+        This does what vLLM's ``update_from_output`` does for such a token, for each of which it makes an output.
+        """
+        if not self._plain or not one_token_a_row(sampled):
+            return scheduled
+        others: dict[str, int] = {}
+        logprobs = sampled.logprobs.logprobs[:, 0].tolist() if sampled.logprobs is not None else None
+        for name, count in scheduled.num_scheduled_tokens.items():
+            kept, row = self._kept.get(name), sampled.req_id_to_index[name]
+            tokens: list[int] = sampled.sampled_token_ids[row] if sampled.sampled_token_ids else []
+            if kept is None or count != 1 or len(tokens) != 1 or not kept.goes_on(tokens[0]):
+                others[name] = count
+                continue
+            request = kept.request
+            request.num_in_flight_tokens -= 1
+            if request.mm_features:
+                self._free_encoder_inputs(request)
+            request.append_output_token_ids(tokens[0])
+            if self._a_step_ahead:
+                request.num_output_placeholders -= 1
+                computed = request.num_computed_tokens - request.num_output_placeholders
+                if self._caches_prefixes and computed % self._block_size == 0:
+                    self.kv_cache_manager.cache_blocks(request, computed)
+            kept.add_token(tokens[0], logprobs[row] if logprobs is not None else None)
+        rest = copy.copy(scheduled)
+        rest.num_scheduled_tokens = others
+        return rest
 
     def _whole(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
         kept = self._kept.get(output.request_id)

@@ -76,10 +76,13 @@ class StopWatch:
     def _detokenizer(self) -> IncrementalDetokenizer:
         return IncrementalDetokenizer.from_new_request(self._tokenizer, self._shown)
 
+    def may_end(self, before: Sequence[int], token: int) -> bool:
+        """Whether a string may be complete with the token; ``before``: the one before it, if there is one."""
+        return self._endings is None or token in self._endings or not self._parts.isdisjoint(before or self._before)
+
     def found(self, token_ids: Sequence[int]) -> str | None:
-        """The string that the last token of a response completes. To be asked after every token."""
-        looked_at = self._endings is None or token_ids[-1] in self._endings
-        if not looked_at and self._parts.isdisjoint(token_ids[-2:-1] or self._before):
+        """The string that the last token of a response completes. To be asked after every token that may."""
+        if not self.may_end(token_ids[-2:-1], token_ids[-1]):
             return None
         new = list(token_ids[self._seen :])
         self._seen = len(token_ids)

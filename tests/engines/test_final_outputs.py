@@ -33,7 +33,10 @@ from openrlhf.utils.tiny_model import make_tiny_model
 
 def request(name: str, client: int = 0, resumable: bool = False, **options: Any) -> Any:
     sampling = VLLMSampling(output_kind=RequestOutputKind.FINAL_ONLY, detokenize=False, **options)
-    return SimpleNamespace(request_id=name, client_index=client, sampling_params=sampling, resumable=resumable)
+    fields = {"num_prompt_tokens": 4, "max_tokens": 8, "use_structured_output": False, "lora_request": None}
+    return SimpleNamespace(
+        request_id=name, client_index=client, sampling_params=sampling, resumable=resumable, **fields
+    )
 
 
 def output(name: str, *token_ids: int, ends: bool = False, logprob: float | None = None, **more: Any) -> Any:
@@ -54,6 +57,8 @@ class Steps:
         monkeypatch.setattr(Scheduler, "has_requests", lambda _: False)
         self.scheduler = FinalOutputs.__new__(FinalOutputs)
         self.scheduler._kept, self.scheduler._watches, self.scheduler._pause_state = {}, {}, PauseState.UNPAUSED
+        self.scheduler._special, self.scheduler.max_model_len = set(), 64
+        self.scheduler._plain = False  # vLLM makes an output of every token
         self.scheduler.requests = {made.request_id: made for made in requests}
         for made in requests:
             self.scheduler.add_request(made)
@@ -137,7 +142,7 @@ def test_streams_and_stop_strings_of_the_front_end_are_served_token_by_token() -
 def test_the_scheduler_is_of_the_kind_that_vllm_chose(
     monkeypatch: pytest.MonkeyPatch, ahead: bool, kind: type[Any]
 ) -> None:
-    monkeypatch.setattr(final_outputs.Scheduler, "__init__", lambda self, **arguments: None)
+    monkeypatch.setattr(final_outputs.DecodeSteps, "__init__", lambda self, **arguments: None)
     monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **arguments: None)
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=ahead))
     assert type(make_scheduler(vllm_config=config)) is kind
