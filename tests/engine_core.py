@@ -32,6 +32,8 @@ from openrlhf.engines.spec import model_arguments
 from openrlhf.engines.stop_strings import STOP_STRINGS
 
 MODES = ["a step ahead, as on GPUs", "a step ahead, first runner", "step by step"]
+REPEATS = 6
+"""Position of the token that a special request samples from then on."""
 PAUSE_STEPS = 8
 """Far more than a pause takes."""
 
@@ -50,6 +52,7 @@ class MadeUpExecutor(Executor):
     def _init_executor(self) -> None:
         self.version = self.steps = 0
         self.told: Callable[[SchedulerOutput], None] | None = None
+        self.repeats: dict[str, int] = {}
         self._prompts: dict[str, int] = {}
         self._sampled: ModelRunnerOutput | None = None
 
@@ -85,7 +88,8 @@ class MadeUpExecutor(Executor):
         for name, count in scheduled.num_scheduled_tokens.items():
             computed, length = has[name]
             ends = computed + count >= length  # or more of a prompt is to come
-            tokens.append([self.version * 1000 + length - self._prompts[name]] if ends else [])
+            position = min(length - self._prompts[name], self.repeats.get(name, length))
+            tokens.append([self.version * 1000 + position] if ends else [])
         rows = len(tokens)
         logprobs = np.array([[-float(row[0]) if row else 1.0, -9.0] for row in tokens], np.float32)
         self._sampled = ModelRunnerOutput(
@@ -110,6 +114,7 @@ class Asked:
     string: bool
     logprobs: bool
     client: int
+    special: bool = False
     tokens: list[int] = field(default_factory=list)
     messages: int = 0
     end: FinishReason | None = None
@@ -147,19 +152,21 @@ class Core:
         special: bool = False,
     ) -> str:
         name = str(next(self._names))
+        if special:  # samples one token again and again, and ends for that
+            stop, self.executor.repeats[name] = None, REPEATS
         sampling = SamplingParams(
             max_tokens=limit,
             logprobs=0 if logprobs else None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             stop_token_ids=None if stop is None or string else [version * 1000 + stop for version in range(100)],
-            repetition_detection=RepetitionDetectionParams(2, 1, 2) if special else None,  # there is none
+            repetition_detection=RepetitionDetectionParams(2, 1, 2) if special else None,
             extra_args={STOP_STRINGS: [str(stop)]} if stop is not None and string else None,
         )
         ids = [(place if alike else next(self._names)) % 50 + 4 for place in range(prompt)]
         request = EngineCoreRequest(name, ids, None, sampling, None, 0.0, None, None, None, client_index=client)
         limit = min(limit, self.core.vllm_config.model_config.max_model_len - prompt)  # vLLM ends it there
-        self.requests[name] = Asked(limit, stop, string, logprobs, client)
+        self.requests[name] = Asked(limit, stop, string, logprobs, client, special)
         self.core.input_queue.put((EngineCoreRequestType.ADD, self.core.preprocess_add_request(request)))
         return name
 
@@ -209,11 +216,17 @@ class Core:
 
     def _check(self, asked: Asked, output: EngineCoreOutput, version: str) -> None:
         for token in output.new_token_ids:
-            assert token == int(version) * 1000 + len(asked.tokens)
+            position = len(asked.tokens)
+            assert token == int(version) * 1000 + (min(position, REPEATS) if asked.special else position)
             asked.tokens.append(token)
         asked.end = output.finish_reason
         if asked.end in (None, FinishReason.ABORT):
             return
+        assert len(set(asked.tokens[:-1])) == len(asked.tokens) - 1
+        if asked.end == FinishReason.REPETITION:
+            assert asked.special and asked.tokens[-1] == asked.tokens[-2]
+            asked.limit = len(asked.tokens)
+            asked.end = FinishReason.LENGTH
         stops = asked.stop is not None and asked.stop < asked.limit
         assert asked.end == (FinishReason.STOP if stops else FinishReason.LENGTH)
         assert len(asked.tokens) == (cast(int, asked.stop) + 1 if stops else asked.limit)

@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 
 
 def only_samples(request: Request) -> bool:
-    """All that a step can do for the request, once its prompt is computed, is to sample a token."""
+    """All that steps do for the request, once its prompt is computed, is to sample tokens and to look for its end."""
     sampling = request.sampling_params
     return (
         sampling is not None

@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from openrlhf.engines.decode_steps import DecodeSteps
+from openrlhf.engines.decode_steps import DecodeSteps, only_samples
 from openrlhf.engines.stop_strings import Endings, StopWatch, stop_strings
 
 LOGPROBS = "sampled_logprobs"
@@ -46,6 +46,7 @@ class Kept:
         sampling = request.sampling_params
         assert sampling is not None
         self.request, self._watch = request, watch
+        self._only_samples = only_samples(request)
         self._ends = frozenset((sampling.eos_token_id, *(sampling.stop_token_ids or ())))
         self._most = min(request.num_prompt_tokens + request.max_tokens, max_model_len)
         self._wants_logprobs = sampling.num_logprobs is not None
@@ -59,14 +60,14 @@ class Kept:
         return self._first is not None
 
     def goes_on(self, token: int) -> bool:
-        """The response neither begins nor ends with the token, by whichever of vLLM's rules."""
+        """The response neither begins nor ends with the token, by whichever of vLLM's rules, and that is all to do."""
         request = self.request
         return (
-            self._first is not None
+            self._only_samples
+            and self._first is not None
             and token not in self._ends
             and request.num_tokens + 1 < self._most
-            and request.status == RequestStatus.RUNNING
-            and not request.num_stale_output_tokens
+            and not request.num_stale_output_tokens  # it was preempted since
             and (self._watch is None or not self._watch.may_end(request.output_token_ids[-1:], token))
         )
 

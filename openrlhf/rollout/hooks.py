@@ -274,7 +274,7 @@ async def _called(function: Hook, *args: Any) -> Any:
 class BufferFilter:
     """A selection for `RolloutBuffer.take`: a built-in by name, or ``select(args, groups, count)``.
 
-    When it fails, the oldest groups are taken; `failures` counts that, `last_error` says why.
+    When it fails, the oldest groups are taken; `pop_failures` counts that, `last_error` says why.
 
     Args:
         path: value of ``--buffer_filter_path``.
@@ -285,7 +285,7 @@ class BufferFilter:
         self._select: Selection = SELECTIONS.get(path) or self._ask
         self._function = None if path in SELECTIONS else load_hook("buffer_filter_path", path)
         self._args = args
-        self.failures = 0
+        self._failures = 0
         self.last_error = ""
 
     def __call__(self, groups: Sequence[Group], count: int) -> list[int]:
@@ -293,10 +293,15 @@ class BufferFilter:
         try:
             return list(self._select(groups, count)) if count else []
         except (RolloutError, ValueError, TypeError) as error:
-            self.failures += 1
+            self._failures += 1
             self.last_error = str(error)
             logger.warning("the oldest groups are taken from the buffer: %s", error)
             return oldest_first(groups, count)
+
+    def pop_failures(self) -> int:
+        """How many times it failed since the last call."""
+        failures, self._failures = self._failures, 0
+        return failures
 
     def _ask(self, groups: Sequence[Group], count: int) -> list[int]:
         assert self._function is not None

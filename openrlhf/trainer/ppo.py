@@ -157,7 +157,7 @@ class PPOTrainer:
                 continue
             metrics = {**collected.metrics(), **self.system.engines.pop_metrics()}
             if self._select is not None:
-                metrics["rollout/buffer_filter_failures"] = float(self._select.failures)
+                metrics["rollout/buffer_filter_failures"] = float(self._select.pop_failures())
             if lost := collected.tally.lost.total():
                 self.console.say(f"{lost} samples were lost, the last: {collected.tally.last_loss}")
             metrics.update(self._train_on(collected.groups))

@@ -88,6 +88,7 @@ def test_the_worker_is_told_what_vllm_tells_it(
 
         def count(*args: Any, name: str = name, original: Any = method) -> Any:
             short[name] += 1
+            assert name == "add_token" or not args[0]._special
             return original(*args)
 
         monkeypatch.setattr(owner, name, count)
@@ -104,7 +105,8 @@ def test_the_worker_is_told_what_vllm_tells_it(
     assert short["_schedule_decodes"] > len(traces[0]) / 4 and len(traces[0]) - short["_schedule_decodes"] > 100
     assert short["_schedule_waiting"] > 50
     assert short["add_token"] > sum(len(asked.tokens) for asked in ours.requests.values()) / 3
-    assert preempted and not ours.scheduler._special
+    repeated = [asked for asked in ours.requests.values() if len(set(asked.tokens)) < len(asked.tokens)]
+    assert preempted and repeated and not ours.scheduler._special
 
 
 def test_steps_of_caches_that_are_not_plain_are_vllms(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
@@ -114,6 +116,15 @@ def test_steps_of_caches_that_are_not_plain_are_vllms(monkeypatch: pytest.Monkey
     monkeypatch.delattr(DecodeSteps, "_schedule_decodes")
     random_work(core, 60)
     assert core.executor.steps > 100
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"scheduling_policy": "priority"}, {"long_prefill_token_threshold": 20}, {"watermark": 0.2}]
+)
+def test_steps_of_other_policies_are_vllms(
+    monkeypatch: pytest.MonkeyPatch, model: str, arguments: dict[str, Any]
+) -> None:
+    assert not made_core(monkeypatch, model, MODES[2], **arguments).scheduler._plain
 
 
 @pytest.mark.parametrize("mode", MODES)
