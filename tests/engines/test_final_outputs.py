@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from vllm import AsyncEngineArgs
 from vllm import SamplingParams as VLLMSampling
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -177,9 +177,8 @@ def test_an_engine_sends_little_and_says_the_same(tmp_path: Path, environment: N
             received[0] = 0
 
             async def one(seed: int) -> Any:
-                sampling = engine._vllm_sampling(
-                    SamplingParams(logprobs=True, max_tokens=50, seed=seed, ignore_eos=True, **options)
-                )
+                asked = {"logprobs": True, "max_tokens": 50, "seed": seed, "ignore_eos": True} | options
+                sampling = engine._vllm_sampling(SamplingParams(**asked))
                 change(sampling)
                 async for answer in llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, f"{name}-{seed}"):
                     last = answer
@@ -210,6 +209,13 @@ def test_an_engine_sends_little_and_says_the_same(tmp_path: Path, environment: N
                 assert _sampled_logprobs(one) == pytest.approx(expected, abs=1e-6)
                 assert len(expected) == len(mine.token_ids) and not mine.logprobs
             assert once[8].outputs[0].stop_reason == word and len(once[8].outputs[0].token_ids) <= 12
+            # Beside others, and token for token, although no text is made of them.
+            rule = StructuredOutputsParams(regex="(ab){12}")
+            guided, _ = await asyncio.gather(
+                ask("guided", ignore_eos=False, extra={"structured_outputs": rule}), ask("beside")
+            )
+            texts = [llm.tokenizer.decode(answer.outputs[0].token_ids, skip_special_tokens=True) for answer in guided]
+            assert texts == ["ab" * 12] * 8
         finally:
             llm.shutdown()
 
