@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import __version__ as vllm_version
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
@@ -18,6 +19,13 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
+
+from openrlhf.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+COMPARED_WITH = ("0.32.0",)
+"""vLLM's versions whose own steps these were compared with (tests/engines/test_decode_steps.py)."""
 
 
 def only_samples(request: Request) -> bool:
@@ -48,8 +56,10 @@ class DecodeSteps(Scheduler):
         self._block_size = managers[0].block_size if managers else 0
         self._caches_prefixes = self.kv_cache_manager.enable_caching
         self._a_step_ahead = isinstance(self, AsyncScheduler)
+        compared = vllm_version.split("+")[0] in COMPARED_WITH
         self._plain = (
-            [type(manager) for manager in managers] == [FullAttentionManager]
+            compared
+            and [type(manager) for manager in managers] == [FullAttentionManager]
             and self._block_size == self.hash_block_size
             and self.policy == SchedulingPolicy.FCFS
             and self.num_sampled_tokens_per_step == 1
@@ -61,6 +71,8 @@ class DecodeSteps(Scheduler):
             and self.parallel_config.pipeline_parallel_size == self.parallel_config.data_parallel_size == 1
         )
         """Nothing in the engine's configuration asks more of a step."""
+        if not compared:
+            logger.warning("vLLM %s schedules every step itself: no other way was compared with it", vllm_version)
 
     def add_request(self, request: Request) -> None:
         if not only_samples(request):

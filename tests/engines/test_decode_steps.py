@@ -14,6 +14,7 @@ from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
+from openrlhf.engines import decode_steps
 from openrlhf.engines.decode_steps import DecodeSteps, only_samples
 from openrlhf.engines.final_outputs import FinalOutputs, Kept, one_token_a_row
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -125,6 +126,13 @@ def test_steps_of_other_policies_are_vllms(
     monkeypatch: pytest.MonkeyPatch, model: str, arguments: dict[str, Any]
 ) -> None:
     assert not made_core(monkeypatch, model, MODES[2], **arguments).scheduler._plain
+
+
+def test_steps_of_another_vllm_are_its_own(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr(decode_steps, "vllm_version", "0.32.0+cu130")
+    assert made_core(monkeypatch, model, MODES[0]).scheduler._plain
+    monkeypatch.setattr(decode_steps, "vllm_version", "0.32.7")
+    assert not made_core(monkeypatch, model, MODES[0]).scheduler._plain
 
 
 @pytest.mark.parametrize("mode", MODES)
