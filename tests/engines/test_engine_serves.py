@@ -1,0 +1,22 @@
+"""A real engine that admits, preempts and pauses: what it says of its tokens is what the model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine_cases import check_ends, logprob_errors, serve
+from openrlhf.utils.tiny_model import make_tiny_model
+
+
+@pytest.mark.e2e
+def test_every_token_is_the_models(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3")
+    served = serve(folder, "fp32", 100)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    check_ends(served, tokenizer.eos_token_id, tokenizer.decode)
+    errors = logprob_errors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), served)
+    assert len(errors) > 2000 and errors.max() < 1e-4

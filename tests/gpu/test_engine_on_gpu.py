@@ -1,0 +1,25 @@
+"""An engine on a GPU, with steps scheduled ahead: what it says of its tokens is what the model says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine_cases import check_ends, logprob_errors, serve
+from openrlhf.utils.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def test_every_token_is_the_models(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "qwen3", hidden=256, layers=4, heads=4, kv_heads=2)
+    served = serve(folder, "bf16", 600)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    check_ends(served, tokenizer.eos_token_id, tokenizer.decode)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    errors = logprob_errors(model, served)
+    # A key or value of another request would be off by whole units.
+    assert len(errors) > 12000 and errors.mean() < 0.02 and errors.max() < 0.3
