@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_cases import check_ends, logprob_errors, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine_cases import check_ends, logprob_errors, serve
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
