@@ -18,6 +18,11 @@ missing = [name for name in ("torch", "transformers", "vllm", "deepspeed", "ray"
 sys.exit(f"this Python ({sys.executable}) lacks {', '.join(missing)}" if missing else 0)
 END
 
+# Twice a second, the share of time in which a GPU was at work.
+nvidia-smi --query-gpu=timestamp,index,utilization.gpu --format=csv,noheader -lms 500 >"$OUT/utilization.csv" &
+watching=$!
+trap 'kill $watching' EXIT
+
 run() { timeout --kill-after=20 "${LIMIT:-500}" "$@"; }
 
 hybrid() { # hybrid WORK JSON FLAGS...: a short run of benchmarks/hybrid_step.py

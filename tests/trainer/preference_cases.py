@@ -202,8 +202,9 @@ def one_rank(cases: Cases) -> None:
             flags = {"pretrain": "experts", "aux_loss_coef": coefficient, "max_steps": 1}
             cases.run(command, f"experts{coefficient}", **flags)
         cases.run(command, "lora", lora_rank=4, lora_dropout=0.1, zero_stage=3, gradient_checkpointing=True)
-    cases.run("train_dpo", "again", save_steps=2)
-    cases.run("train_dpo", "again", load_checkpoint=True)
+    for command in ("train_dpo", "train_kto"):
+        cases.run(command, "again", save_steps=2)
+        cases.run(command, "again", load_checkpoint=True)
 
 
 def two_ranks(cases: Cases) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -25,6 +26,13 @@ def batches(rows: list[dict[str, Any]], size: int = BATCH) -> list[list[dict[str
     """The rows of each optimizer step of the first epoch."""
     order = [rows[i] for i in epoch_permutation(len(rows), SEED, 0)]
     return [order[i : i + size] for i in range(0, len(order), size)]
+
+
+def weights_differ(runs: Path, one: str, other: str) -> float:
+    """The largest difference between the weights that two runs saved."""
+    first, second = (load_file(runs / name / "model" / "model.safetensors") for name in (one, other))
+    assert first.keys() == second.keys()
+    return max(float((first[key] - second[key]).abs().max()) for key in first)
 
 
 def with_adapter(model: torch.nn.Module, adapter: Path | None) -> torch.nn.Module:

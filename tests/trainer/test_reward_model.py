@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_cases import options
-from preference_reference import BATCH, Scorer, batches
+from preference_reference import BATCH, Scorer, batches, weights_differ
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -85,11 +85,7 @@ def test_resume_equals_an_uninterrupted_run_bit_for_bit(preference_runs: Any) ->
     base, resumed = preference_runs.lines("train_rm/base"), preference_runs.lines("train_rm/resume")
     assert [line["step"] for line in resumed] == [1, 2, 3]
     assert [line["loss"] for line in resumed] == [line["loss"] for line in base]
-    weights = [
-        load_file(preference_runs.folder / f"train_rm/{name}/model/model.safetensors") for name in ("base", "resume")
-    ]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert weights_differ(preference_runs.folder / "train_rm", "base", "resume") == 0
 
 
 def test_learns_a_preference(preference_runs: Any) -> None:
