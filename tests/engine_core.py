@@ -246,7 +246,7 @@ class MadeUpWatch:
         return token % 1000 == int(self._string)
 
     def found(self, token_ids: Any) -> str | None:
-        return self._string if token_ids[-1] % 1000 == int(self._string) else None
+        return self._string if self.may_end((), token_ids[-1]) else None
 
 
 def made_core(monkeypatch: pytest.MonkeyPatch, model: str, mode: str, **arguments: Any) -> Core:

@@ -88,7 +88,7 @@ def hooks_check(cfg: PPOConfig) -> Report:
     if select is not None:
         lines.append(f"buffer    {select(groups, (len(groups) + 1) // 2)} of {len(groups)} groups")
     failures = [failure.message for group in groups for failure in group.failures]
-    failures += [f"--buffer_filter_path: {select.last_error}"] if select is not None and select.last_error else []
+    failures += [f"--buffer_filter_path: {select.last_error}"] if select is not None and select.pop_failures() else []
     without = cfg.custom_generate_function_path and not (cfg.custom_rm_path or cfg.remote_rm_url or cfg.reward_pretrain)
     if without and rewards.size < len(samples):
         failures.append(f"{len(samples) - rewards.size} samples have no reward")

@@ -45,7 +45,7 @@ def state(scheduler: FinalOutputs) -> list[Any]:
             *(name, request.num_computed_tokens, request.num_output_placeholders, request.num_in_flight_tokens),
             *(request.num_stale_output_tokens, request.status, request.is_prefill_chunk, list(request.all_token_ids)),
             *([block.block_id for block in manager.req_to_blocks.get(name, ())], manager.num_cached_block.get(name)),
-            *(list(request.block_hashes), request.spec_token_ids, request.num_preemptions),
+            *(list(request.block_hashes), list(request.spec_token_ids), request.num_preemptions),
         )
         for name, request in sorted(scheduler.requests.items())
     ]
@@ -53,7 +53,7 @@ def state(scheduler: FinalOutputs) -> list[Any]:
     blocks = [(block.block_hash, block.ref_cnt) for block in pool.blocks]
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     prefilling = sorted(request.request_id for request in scheduler._inflight_prefills)
-    return [requests, queues, blocks, free, prefilling, scheduler.current_step, scheduler.finished_req_ids]
+    return [requests, queues, blocks, free, prefilling, scheduler.current_step, sorted(scheduler.finished_req_ids)]
 
 
 def traced(core: Core) -> list[tuple[dict[str, str], list[Any]]]:

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import check_ends, logprob_errors, serve
+from served_cases import check_ends, logprob_errors, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.utils.tiny_model import make_tiny_model
 
 
 @pytest.mark.e2e
-def test_every_token_is_the_models(tmp_path: Path) -> None:
+def test_every_token_is_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3")
-    served = serve(folder, "fp32", 100)
+    served = serve(monkeypatch, folder, "fp32", 100)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_ends(served, tokenizer.eos_token_id, tokenizer.decode)
     errors = logprob_errors(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), served)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import check_ends, logprob_errors, serve
+from served_cases import check_ends, logprob_errors, serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -14,9 +14,9 @@ from openrlhf.utils.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def test_every_token_is_the_models(tmp_path: Path) -> None:
+def test_every_token_is_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_tiny_model(tmp_path / "model", "qwen3", hidden=256, layers=4, heads=4, kv_heads=2)
-    served = serve(folder, "bf16", 600)
+    served = serve(monkeypatch, folder, "bf16", 600)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_ends(served, tokenizer.eos_token_id, tokenizer.decode)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()

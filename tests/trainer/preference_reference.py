@@ -31,8 +31,10 @@ def batches(rows: list[dict[str, Any]], size: int = BATCH) -> list[list[dict[str
 def weights_differ(runs: Path, one: str, other: str) -> float:
     """The largest difference between the weights that two runs saved."""
     first, second = (load_file(runs / name / "model" / "model.safetensors") for name in (one, other))
-    assert first.keys() == second.keys()
-    return max(float((first[key] - second[key]).abs().max()) for key in first)
+    kinds = [{key: (weight.shape, weight.dtype) for key, weight in each.items()} for each in (first, second)]
+    assert kinds[0] == kinds[1]
+    # Not Python's max, which can lose a NaN.
+    return float(torch.stack([(first[key] - second[key]).abs().max() for key in first]).max())
 
 
 def with_adapter(model: torch.nn.Module, adapter: Path | None) -> torch.nn.Module:

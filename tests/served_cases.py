@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -51,16 +51,17 @@ def requests(vocabulary: int, count: int) -> list[tuple[list[int], SamplingParam
     return made
 
 
-def serve(folder: str, dtype: str, count: int, **arguments: Any) -> list[Served]:
+def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) -> list[Served]:
     """Responses of an engine with fewer places than requests and a small cache, which is paused at times.
 
     In a pause what running requests have in the cache is dropped, as when weights change.
     """
     on_cpu = not torch.cuda.is_available()
-    os.environ.update(engine_environment(on_cpu=on_cpu, full_determinism=False))
+    for name, value in engine_environment(on_cpu=on_cpu, full_determinism=False).items():
+        monkeypatch.setenv(name, value)
     small = {"max_num_seqs": 16, "block_size": BLOCK, "num_gpu_blocks_override": 40, "max_model_len": 200}
     shown = {"logprobs_mode": "processed_logprobs", "gpu_memory_utilization": 0.2}
-    arguments = model_arguments(folder, dtype, 200, on_cpu=on_cpu) | small | shown | arguments
+    arguments = model_arguments(folder, dtype, 200, on_cpu=on_cpu) | small | shown
 
     async def run() -> list[Served]:
         engine = VLLMEngine.__new__(VLLMEngine)
