@@ -36,8 +36,10 @@ ENGINE_MEMORY = 0.6
 CACHE_GIB = "2"
 """The cache of an engine; were it measured, cases that share a GPU would count each other's memory."""
 ENDS = 5
+LEARNED_AFTER = 40
+"""Steps after which a case must have learned; shorter runs only compare weights."""
 LEAST_GAIN = 0.08
-"""By which the mean reward must rise from the first to the last five steps; the demo's own is 0.12."""
+"""By which the mean reward must rise from the first to the last five of them; the demo's own is 0.12."""
 
 TOGETHER = "--colocate_all_models --vllm_enable_sleep --deepspeed_enable_sleep"
 CRITIC = "--advantage_estimator gae --critic_learning_rate 1e-3 --lambd 0.95 --critic_num_gpus_per_node 1"
@@ -113,6 +115,9 @@ def train_records(folder: Path) -> list[dict[str, Any]]:
     return list({record["step"]: record for record in records if record["kind"] == "train"}.values())
 
 
+started: list[subprocess.Popen[bytes]] = []
+
+
 def run_command(line: list[str], own: Path, devices: list[int], kill_after: int | None = None) -> str | None:
     """Run to the end, or until step ``kill_after`` and kill all its processes; what went wrong, or None."""
     visible = ",".join(map(str, devices))
@@ -120,6 +125,7 @@ def run_command(line: list[str], own: Path, devices: list[int], kill_after: int 
     deadline = time.monotonic() + SECONDS
     with open(own / "out.log", "a") as log:
         process = subprocess.Popen(line, stdout=log, stderr=log, env=environment, start_new_session=True)
+        started.append(process)
         while process.poll() is None:
             if kill_after and len(train_records(own)) >= kill_after:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -130,7 +136,9 @@ def run_command(line: list[str], own: Path, devices: list[int], kill_after: int 
                 process.wait()
                 return f"not done after {SECONDS} s"
             time.sleep(0.2)
-    return (own / "out.log").read_text()[-1500:] if process.returncode or kill_after else None
+    if process.returncode or kill_after:
+        return f"ended with status {process.returncode}: {(own / 'out.log').read_text()[-1500:]}"
+    return None
 
 
 def run_case(folder: Path, name: str, options: argparse.Namespace, devices: list[int]) -> dict[str, Any]:
@@ -228,14 +236,20 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE", help="all that fit, if not given")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--per_gpu", type=int, default=1, help="cases that share a GPU at the same time")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=LEARNED_AFTER)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/placements"))
     options = parser.parse_args()
     names = options.cases or [name for name, case in CASES.items() if case.gpus <= options.gpus]
     prepare(options.out, options.seed)
-    results = run_cases(options.out, names, options)
-    return report(options.out, {name: results[name] for name in names}, options.steps >= 4 * ENDS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"stopped by {signal.SIGTERM.name}"))
+    try:
+        results = run_cases(options.out, names, options)
+    finally:
+        # Runs are sessions of their own: what ends this one does not reach them, and they would keep their GPUs.
+        for process in started:
+            process.terminate()
+    return report(options.out, {name: results[name] for name in names}, options.steps >= LEARNED_AFTER)
 
 
 if __name__ == "__main__":

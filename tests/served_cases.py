@@ -93,17 +93,20 @@ def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) 
     return asyncio.run(run())
 
 
-def logprob_errors(model: Any, served: list[Served]) -> torch.Tensor:
-    """|engine - model| of every sampled token: float[N]."""
-    errors = []
+def told_logprobs(served: list[Served]) -> torch.Tensor:
+    """The engine's log-prob of every sampled token: float64[N]."""
+    return torch.tensor([logprob for each in served for logprob in each.result.logprobs or ()], dtype=torch.float64)
+
+
+def model_logprobs(model: Any, served: list[Served]) -> torch.Tensor:
+    """The model's own log-prob of every sampled token: float64[N]."""
+    logprobs = []
     for each in served:
         ids = torch.tensor([each.prompt + each.result.token_ids], device=model.device)
         with torch.no_grad():
             logits = model(ids).logits[0, len(each.prompt) - 1 : -1].double()
-        told = torch.tensor(each.result.logprobs, dtype=torch.float64, device=model.device)
-        sampled = ids[0, len(each.prompt) :, None]
-        errors.append((logits.log_softmax(-1).gather(1, sampled)[:, 0] - told).abs())
-    return torch.cat(errors).cpu()
+        logprobs.append(logits.log_softmax(-1).gather(1, ids[0, len(each.prompt) :, None])[:, 0])
+    return torch.cat(logprobs).cpu()
 
 
 def check_ends(served: list[Served], eos: int, decode: Any) -> None:

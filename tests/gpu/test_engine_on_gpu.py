@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served_cases import check_ends, logprob_errors, serve
+from served_cases import check_ends, model_logprobs, serve, told_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -20,6 +20,9 @@ def test_every_token_is_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tokenizer = AutoTokenizer.from_pretrained(folder)
     check_ends(served, tokenizer.eos_token_id, tokenizer.decode)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
-    errors = logprob_errors(model, served)
-    # A key or value of another request would be off by whole units.
-    assert len(errors) > 12000 and errors.mean() < 0.02 and errors.max() < 0.3
+    exact = model_logprobs(model, served)
+    rounding = (model_logprobs(model.bfloat16(), served) - exact).abs()
+    errors = (told_logprobs(served) - exact).abs()
+    # The engine rounds in other places than the model. A key or value of another request is off by whole units.
+    assert len(errors) > 12000
+    assert errors.mean() < 1.5 * rounding.mean() and errors.max() < 3 * rounding.max() < 1
