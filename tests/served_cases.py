@@ -13,6 +13,7 @@ import torch
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from openrlhf.engines.core_process import METHOD_VARIABLE, CoreStart
 from openrlhf.engines.spec import engine_environment, model_arguments
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
@@ -63,9 +64,13 @@ def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) 
     shown = {"logprobs_mode": "processed_logprobs", "gpu_memory_utilization": 0.2}
     arguments = model_arguments(folder, dtype, 200, on_cpu=on_cpu) | small | shown
 
+    monkeypatch.delenv(METHOD_VARIABLE, raising=False)
+    core = CoreStart()
+
     async def run() -> list[Served]:
         engine = VLLMEngine.__new__(VLLMEngine)
-        engine._llm = llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        with core.used():
+            engine._llm = llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         engine.spec, engine._request_ids = type("Spec", (), {"index": 0})(), itertools.count()
         asked = requests(len(llm.tokenizer), count)
         done = 0
@@ -90,7 +95,10 @@ def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) 
             llm.shutdown()
         return served
 
-    return asyncio.run(run())
+    try:
+        return asyncio.run(run())
+    finally:
+        core.close()
 
 
 def told_logprobs(served: list[Served]) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from openrlhf.config import PPOConfig
+from openrlhf.engines.core_process import CoreStart
 from openrlhf.engines.images import multimodal_prompt
-from openrlhf.engines.rollouts import episode_spec
 from openrlhf.engines.spec import EngineSpec
 from openrlhf.rollout.episodes import EpisodeSpec, run_group
 from openrlhf.rollout.group import Group, PromptItem
@@ -65,6 +65,7 @@ class VLLMEngine:
 
     def __init__(self, spec: EngineSpec, visible_devices: str | None = None) -> None:
         _prepare_process(spec, visible_devices)
+        self._core = CoreStart()
         self.spec = spec
         self._request_ids = itertools.count()
         self._episodes: EpisodeSpec | None = None
@@ -85,11 +86,14 @@ class VLLMEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from openrlhf.engines.rollouts import episode_spec
+
         transfer = WeightTransferConfig(backend=self.spec.weight_transport)
         engine_args = AsyncEngineArgs(**self.spec.arguments, weight_transfer_config=transfer)
         # As for offline inference: many sequences at once matter more here than the latency of one.
         try:
-            self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+            with self._core.used():
+                self._llm = AsyncLLM.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
         except ValidationError as error:
             raise refusal(error) from None  # as a cause it would be pickled, too
         self._episodes = episode_spec(cfg)
@@ -237,6 +241,7 @@ class VLLMEngine:
             if self._llm is not None:
                 self._llm.shutdown()
         finally:
+            self._core.close()
             unlink_shared_resources()
 
 

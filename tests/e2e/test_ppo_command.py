@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from documented_metrics import undocumented
@@ -328,6 +329,7 @@ def test_a_killed_engine_and_a_signal_end_the_run_and_leave_nothing(model: str, 
     process = command.start()
     _until(process, r"^step 1/", 400)
     engine = next(pid for pid, line in marked_processes(command.mark) if "EngineCore" in line)
+    assert "CoreImports" in " ".join(psutil.Process(engine).parent().cmdline())
     os.kill(engine, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output

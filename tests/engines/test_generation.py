@@ -16,6 +16,7 @@ from vllm.v1.engine import FinishReason
 from openrlhf.cluster.group import Member, WorkerError, WorkerGroup
 from openrlhf.config import PPOConfig
 from openrlhf.engines import pool, vllm_engine
+from openrlhf.engines.core_process import METHOD_VARIABLE, CoreStart
 from openrlhf.engines.final_outputs import LOGPROBS
 from openrlhf.engines.pool import EnginePool, GroupCalls
 from openrlhf.engines.spec import EngineSpec, model_arguments
@@ -219,9 +220,11 @@ def test_an_engine_that_can_never_read_an_image_says_so(monkeypatch: pytest.Monk
     assert (result.token_ids, result.finish_reason, caches.rendered) == ([], "error", IMAGE_TRIES)
 
 
-def test_what_vllm_refuses_is_told_in_words_that_travel(tmp_path: Path) -> None:
+def test_what_vllm_refuses_is_told_in_words_that_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(METHOD_VARIABLE, "spawn")
     model = make_tiny_model(tmp_path / "model")
     engine = VLLMEngine.__new__(VLLMEngine)
+    engine._core = CoreStart()
     arguments = model_arguments(model, "fp32", 100_000, on_cpu=True)
     engine.spec = EngineSpec(0, arguments, "gloo", str(tmp_path / "log"), {})
     told = r"vLLM refuses the engine \(its max_model_len is --max_len\): .*max_model_len \(100000\) is greater than"
