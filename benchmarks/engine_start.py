@@ -48,23 +48,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "openrlhf_bench")
     parser.add_argument("--json", type=Path)
     parser.add_argument("more", nargs="*", help="further train_ppo_ray flags, after --")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        model = folder / "model"
-        if options.size:
-            make_model(options.size, model)
-        else:
-            make_tiny_model(model)
-        make_prompts(folder / "prompts.jsonl", 8, PROMPT_TOKENS)
-        (folder / "reward.py").write_text(REWARD)
-        first_rollout(options, model, folder, "forked")
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    options.work.mkdir(parents=True, exist_ok=True)
+    model = options.work / (options.size or "tiny")
+    if options.size:
+        make_model(options.size, model)
+    else:
+        make_tiny_model(model)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with tempfile.TemporaryDirectory(dir=options.work) as folder:
+        make_prompts(Path(folder) / "prompts.jsonl", 8, PROMPT_TOKENS)
+        (Path(folder) / "reward.py").write_text(REWARD)
+        first_rollout(options, model, Path(folder), "forked")
         for turn in range(options.rounds):
             for way in list(WAYS)[:: -1 if turn % 2 else 1]:
-                seconds[way].append(first_rollout(options, model, folder, way))
+                seconds[way].append(first_rollout(options, model, Path(folder), way))
     means = {way: sum(each) / len(each) for way, each in seconds.items()}
     stack = versions("vllm", "torch", "ray")
     if options.json:

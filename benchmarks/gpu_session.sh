@@ -50,6 +50,8 @@ part() {
     generation) run python3 benchmarks/generation.py --work "$work" --steps "${STEPS:-5}" --json "$OUT/$1.json" ;;
     generation_logprobs)
       run python3 benchmarks/generation.py --work "$work" --steps "${STEPS:-5}" --logprobs --json "$OUT/$1.json" ;;
+    start) # a start with cold caches, and one each with kept ones
+      run python3 benchmarks/engine_start.py --size 1.5b --work "$work" --rounds 1 --json "$OUT/start.json" ;;
     training) run python3 benchmarks/training.py --work "$work" --stages 2 --checkpointing on half off \
       --json "$OUT/training.json" ;;
     bare) # forward, and forward with backward, of as many tokens as the reference work, for its experience phase

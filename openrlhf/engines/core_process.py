@@ -13,13 +13,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from typing import Any
 
 from openrlhf.utils.process import THREADS
 
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 """How vLLM starts processes, if a user has chosen it."""
+
+LIBRARIES_VARIABLE = "LD_LIBRARY_PATH"
+"""Where a program's libraries are looked for. It is read as the program starts, so a fork has its server's.
+
+LD_PRELOAD is, too. vLLM sets that on CPUs, to torch's OpenMP, which the core loads anyway.
+"""
 
 IMPORTS = "openrlhf.engines.core_imports"
 
@@ -64,6 +70,7 @@ class CoreStart:
         if self._context is None:
             return
         self._context.set_forkserver_preload([imports])
+        self._libraries = os.environ.get(LIBRARIES_VARIABLE)
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray tells workers the driver's path in no other way
         try:
@@ -75,14 +82,19 @@ class CoreStart:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, vLLM forks the cores that it starts."""
+        """Inside, vLLM forks the cores that it starts, unless it has set other libraries for them meanwhile."""
         from vllm.v1.engine import utils
 
-        if self._context is None:
+        forking, original = self._context, utils.get_mp_context
+        if forking is None:
             yield
             return
-        original = utils.get_mp_context
-        utils.get_mp_context = lambda: self._context
+
+        def context() -> BaseContext:
+            # VLLM_ENABLE_CUDA_COMPATIBILITY sets them.
+            return forking if os.environ.get(LIBRARIES_VARIABLE) == self._libraries else original()
+
+        utils.get_mp_context = context
         try:
             yield
         finally:

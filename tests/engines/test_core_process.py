@@ -68,6 +68,13 @@ def test_a_fork_has_the_variables_of_its_start_and_not_of_its_server(
     assert utils.get_mp_context.__module__ == "vllm.utils.system_utils"
 
 
+def test_other_libraries_need_a_new_interpreter(torch_server: CoreStart, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch_server.used():
+        assert utils.get_mp_context().get_start_method() == "forkserver"
+        monkeypatch.setenv("LD_LIBRARY_PATH", "/cuda/compat")
+        assert utils.get_mp_context().get_start_method() != "forkserver"
+
+
 def test_closing_ends_the_server_and_its_forks(torch_server: CoreStart) -> None:
     process, pid = fork(torch_server, stay)
     old = server()
