@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
-from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from openrlhf.utils.process import THREADS
@@ -21,10 +21,10 @@ from openrlhf.utils.process import THREADS
 METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 """How vLLM starts processes, if a user has chosen it."""
 
-LIBRARIES_VARIABLE = "LD_LIBRARY_PATH"
-"""Where a program's libraries are looked for. It is read as the program starts, so a fork has its server's.
+COMPATIBILITY_VARIABLE = "VLLM_ENABLE_CUDA_COMPATIBILITY"
+"""Lets vLLM change LD_LIBRARY_PATH as it is imported, which a program only reads as it starts: forks would not follow.
 
-LD_PRELOAD is, too. vLLM sets that on CPUs, to torch's OpenMP, which the core loads anyway.
+LD_PRELOAD is read then, too. vLLM sets that on CPUs, to torch's OpenMP, which the core loads anyway.
 """
 
 IMPORTS = "openrlhf.engines.core_imports"
@@ -59,18 +59,19 @@ class CoreContext(ForkServerContext):
 class CoreStart:
     """The fork server of this process, started now: what it imports takes seconds and is waited for by nobody.
 
-    Where a user has chosen how vLLM starts processes there is none, and nothing here does anything.
+    Where a user has chosen how vLLM starts processes, or needs new interpreters, there is none, and nothing here does
+    anything.
 
     Args:
         imports: the module that it imports.
     """
 
     def __init__(self, imports: str = IMPORTS) -> None:
-        self._context = None if METHOD_VARIABLE in os.environ else CoreContext()
+        new = METHOD_VARIABLE in os.environ or os.environ.get(COMPATIBILITY_VARIABLE, "0") != "0"
+        self._context = None if new else CoreContext()
         if self._context is None:
             return
         self._context.set_forkserver_preload([imports])
-        self._libraries = os.environ.get(LIBRARIES_VARIABLE)
         path = os.environ.get("PYTHONPATH")
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Ray tells workers the driver's path in no other way
         try:
@@ -82,19 +83,14 @@ class CoreStart:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, vLLM forks the cores that it starts, unless it has set other libraries for them meanwhile."""
+        """Inside, vLLM forks the cores that it starts."""
         from vllm.v1.engine import utils
 
-        forking, original = self._context, utils.get_mp_context
-        if forking is None:
+        if self._context is None:
             yield
             return
-
-        def context() -> BaseContext:
-            # VLLM_ENABLE_CUDA_COMPATIBILITY sets them.
-            return forking if os.environ.get(LIBRARIES_VARIABLE) == self._libraries else original()
-
-        utils.get_mp_context = context
+        original = utils.get_mp_context
+        utils.get_mp_context = lambda: self._context
         try:
             yield
         finally:

@@ -17,7 +17,7 @@ import pytest
 from forked_work import stay, tell
 from vllm.v1.engine import utils
 
-from openrlhf.engines.core_process import METHOD_VARIABLE, CoreStart
+from openrlhf.engines.core_process import COMPATIBILITY_VARIABLE, METHOD_VARIABLE, CoreStart
 
 
 def server() -> int:
@@ -68,13 +68,6 @@ def test_a_fork_has_the_variables_of_its_start_and_not_of_its_server(
     assert utils.get_mp_context.__module__ == "vllm.utils.system_utils"
 
 
-def test_other_libraries_need_a_new_interpreter(torch_server: CoreStart, monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch_server.used():
-        assert utils.get_mp_context().get_start_method() == "forkserver"
-        monkeypatch.setenv("LD_LIBRARY_PATH", "/cuda/compat")
-        assert utils.get_mp_context().get_start_method() != "forkserver"
-
-
 def test_closing_ends_the_server_and_its_forks(torch_server: CoreStart) -> None:
     process, pid = fork(torch_server, stay)
     old = server()
@@ -89,13 +82,17 @@ def test_closing_ends_the_server_and_its_forks(torch_server: CoreStart) -> None:
     another.close()
 
 
-def test_a_user_who_has_chosen_how_vllm_starts_processes_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(METHOD_VARIABLE, "spawn")
-    before = server()
+@pytest.mark.parametrize("variable", [{METHOD_VARIABLE: "spawn"}, {COMPATIBILITY_VARIABLE: "1"}])
+def test_a_user_who_has_chosen_or_needs_new_interpreters_gets_them(
+    monkeypatch: pytest.MonkeyPatch, variable: dict[str, str]
+) -> None:
+    monkeypatch.delenv(METHOD_VARIABLE, raising=False)
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    before, original = server(), utils.get_mp_context
     start = CoreStart()
-    assert server() == before
     with start.used():
-        assert utils.get_mp_context().get_start_method() == "spawn"
+        assert utils.get_mp_context is original and server() == before
     start.close()
 
 
