@@ -21,9 +21,10 @@ from pathlib import Path
 from hybrid_step import PROMPT_TOKENS, REWARD, card, versions
 from make_model import SIZES, make_model, make_prompts
 
+from openrlhf.engines.core_process import METHOD_VARIABLE
 from openrlhf.utils.tiny_model import make_tiny_model
 
-WAYS = {"forked": {}, "spawned": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}}
+WAYS = {"forked": {}, "spawned": {METHOD_VARIABLE: "spawn"}}
 
 
 def first_rollout(options: argparse.Namespace, model: Path, folder: Path, way: str) -> float:
@@ -37,8 +38,9 @@ def first_rollout(options: argparse.Namespace, model: Path, folder: Path, way: s
         --vllm_kv_cache_gib 1 --max_steps 1 --run_dir {out / "run"} --ckpt_path {out / "ckpt"}
     """.split()
     command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags, *options.more]
+    environment = {name: value for name, value in os.environ.items() if name != METHOD_VARIABLE} | WAYS[way]
     started = time.time()
-    subprocess.run(command, check=True, env=os.environ | WAYS[way], stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
     first = next(line for line in lines if line["kind"] == "train")
     return first["time"] - first["timing/step_total"] - started

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
 
-import psutil
 import pytest
 from forked_work import stay, tell
+from process_ends import ends, lives
 from vllm.v1.engine import utils
 
 from openrlhf.engines.core_process import COMPATIBILITY_VARIABLE, METHOD_VARIABLE, CoreStart
@@ -22,15 +22,6 @@ from openrlhf.engines.core_process import COMPATIBILITY_VARIABLE, METHOD_VARIABL
 
 def server() -> int:
     return forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined,no-any-return]
-
-
-def gone(pid: int) -> bool:
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def fork(start: CoreStart, target: Any) -> tuple[Any, Any]:
@@ -72,7 +63,7 @@ def test_closing_ends_the_server_and_its_forks(torch_server: CoreStart) -> None:
     process, pid = fork(torch_server, stay)
     old = server()
     torch_server.close()
-    assert gone(old) and gone(pid)
+    assert ends(old) and ends(pid)
     process.join(20)
     assert not process.is_alive()
     torch_server.close()  # again does nothing
@@ -113,9 +104,9 @@ def test_a_server_that_imports_dies_with_a_killed_engine(seconds: float) -> None
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())
         time.sleep(seconds)
-        assert psutil.pid_exists(pid)
+        assert lives(pid)
         engine.send_signal(signal.SIGKILL)
-    assert gone(pid)
+    assert ends(pid)
 
 
 def test_an_engines_variables_are_set_before_torch_is_imported() -> None:

@@ -7,8 +7,8 @@ import sys
 import time
 from fractions import Fraction
 
-import psutil
 import pytest
+from process_ends import ends
 
 import openrlhf.utils
 from openrlhf.rollout.errors import RewardError
@@ -131,16 +131,4 @@ def test_no_child_process_outlives_its_parent() -> None:
         "print(*[worker._process.pid for worker in checker._all])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    pid = int(done.stdout)
-    deadline = time.monotonic() + 30
-    while lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not lives(pid)
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is more than an entry in the table: whoever inherits it may take a moment to notice its end."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert ends(int(done.stdout))
