@@ -108,7 +108,7 @@ class VLLMEngine:
         if images:
             output = await self._run_with_images(prompt_token_ids, options, images)
         else:
-            output = await self._run({"prompt_token_ids": prompt_token_ids}, options)
+            output = await self._run(_prompt(prompt_token_ids), options)
         completion = output.outputs[0]
         token_ids = list(completion.token_ids)
         return GenerationResult(
@@ -139,7 +139,7 @@ class VLLMEngine:
         from vllm import SamplingParams as VLLMSampling
 
         options = VLLMSampling(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        output = await self._run({"prompt_token_ids": token_ids}, options)
+        output = await self._run(_prompt(token_ids), options)
         entries = output.prompt_logprobs
         return [0.0] + [entry[token].logprob for entry, token in zip(entries[1:], token_ids[1:], strict=True)]
 
@@ -243,6 +243,13 @@ class VLLMEngine:
         finally:
             self._core.close()
             unlink_shared_resources()
+
+
+def _prompt(token_ids: list[int]) -> Any:
+    """Token ids as vLLM's own preprocessing makes them of a prompt; it has nothing to do for ids."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(token_ids)
 
 
 def _sampled_logprobs(output: Any) -> list[float]:
