@@ -36,6 +36,8 @@ part() {
     # All 512 sequences of the reference work at once need 9 GiB of cache.
     hybrid) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --vllm_kv_cache_gib 24 ;;
     hybrid_plain) hybrid "$work" "$1" --zero_stage 3 --steps 4 --no_checkpointing -- --vllm_kv_cache_gib 24 ;;
+    hybrid_fp32_head) hybrid "$work" "$1" --zero_stage 3 --steps 4 --no_checkpointing -- --vllm_kv_cache_gib 24 \
+      --fp32_lm_head ;;
     hybrid_half) hybrid "$work" "$1" --zero_stage 3 --steps 4 -- --vllm_kv_cache_gib 24 \
       --gradient_checkpointing_every 2 ;;
     hybrid_7b) # the optimizer of 7B fits onto two cards only if these are large

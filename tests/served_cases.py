@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from large_logits import enlarge_logits
+from transformers import AutoModelForCausalLM
 from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -17,6 +20,7 @@ from openrlhf.engines.core_process import METHOD_VARIABLE, CoreStart
 from openrlhf.engines.spec import engine_environment, model_arguments
 from openrlhf.engines.vllm_engine import VLLMEngine
 from openrlhf.rollout.protocol import GenerationResult, SamplingParams
+from openrlhf.utils.tiny_model import make_tiny_model
 
 PAUSES = 3
 BLOCK = 32
@@ -52,7 +56,9 @@ def requests(vocabulary: int, count: int) -> list[tuple[list[int], SamplingParam
     return made
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) -> list[Served]:
+def serve(
+    monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int, fp32_head: bool = False
+) -> list[Served]:
     """Responses of an engine with fewer places than requests and a small cache, which is paused at times.
 
     In a pause what running requests have in the cache is dropped, as when weights change.
@@ -62,7 +68,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) 
         monkeypatch.setenv(name, value)
     small = {"max_num_seqs": 16, "block_size": BLOCK, "num_gpu_blocks_override": 40, "max_model_len": 200}
     shown = {"logprobs_mode": "processed_logprobs", "gpu_memory_utilization": 0.2}
-    arguments = model_arguments(folder, dtype, 200, on_cpu=on_cpu) | small | shown
+    arguments = model_arguments(folder, dtype, 200, on_cpu=on_cpu, fp32_head=fp32_head) | small | shown
 
     monkeypatch.delenv(METHOD_VARIABLE, raising=False)
     core = CoreStart()
@@ -72,6 +78,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, folder: str, dtype: str, count: int) 
         with core.used():
             engine._llm = llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         engine.spec, engine._request_ids = type("Spec", (), {"index": 0})(), itertools.count()
+        monkeypatch.setattr(llm.renderer, "render_cmpl", None)  # vLLM will not preprocess prompts here for long
         asked = requests(len(llm.tokenizer), count)
         done = 0
 
@@ -131,3 +138,17 @@ def check_ends(served: list[Served], eos: int, decode: Any) -> None:
         assert stopped == (told.finish_reason == "stop")
         assert stopped or len(ids) == sampling.max_tokens
     assert min(ends.values()) > len(served) / 10
+
+
+def check_fp32_head(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """What is the same in all logits of a token moves none of its probabilities, unless logits are rounded."""
+    folder = make_tiny_model(path, "qwen3", hidden=256, heads=4, kv_heads=2)
+    enlarge_logits(folder)
+    served = serve(monkeypatch, folder, "bf16", 30, fp32_head=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.cuda() if torch.cuda.is_available() else model
+    exact = model_logprobs(model, served)
+    errors = (told_logprobs(served) - exact).abs()
+    rounding = (model_logprobs(model.bfloat16(), served) - exact).abs()
+    assert len(errors) > 500
+    assert errors.mean() < 0.04 < 0.1 < rounding.mean(), (errors.mean(), rounding.mean())

@@ -177,6 +177,11 @@ class AlgorithmOptions(OptionGroup):
     use_icepop: bool = flag(
         False, "short for enable_vllm_is_correction with vllm_is_correction_type icepop", since="old"
     )
+    fp32_lm_head: bool = flag(
+        False,
+        "make logits in float32 where models compute in 16 bits: those of actor, reference model and engines",
+        since="new",
+    )
     freezing_actor_steps: int = flag(
         -1, "train only the critic in steps 0 to N; -1 never does", "critic.freezing_steps"
     )

@@ -45,7 +45,9 @@ class EngineSpec:
         return self.arguments["enable_sleep_mode"]
 
 
-def model_arguments(path: str, param_dtype: str, max_len: int, *, on_cpu: bool) -> dict[str, Any]:
+def model_arguments(
+    path: str, param_dtype: str, max_len: int, *, on_cpu: bool, fp32_head: bool = False
+) -> dict[str, Any]:
     """Those of vLLM's arguments that any engine for a model is started with."""
     arguments: dict[str, Any] = {
         "model": path,
@@ -55,6 +57,8 @@ def model_arguments(path: str, param_dtype: str, max_len: int, *, on_cpu: bool) 
         "disable_log_stats": True,
         "scheduler_cls": "openrlhf.engines.final_outputs.make_scheduler",
     }
+    if fp32_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
     if on_cpu:
         arguments |= {
             # The CPU build would compile graphs with a C++ compiler at every start, for nothing at these sizes.
@@ -87,7 +91,7 @@ def engine_spec(cfg: PPOConfig, index: int, *, device_type: str, weight_transpor
         environment[THREADS] = chosen_threads(os.environ) or str(max(1, available_cores() // cfg.vllm_num_engines))
     arguments = {
         "enforce_eager": cfg.enforce_eager,
-        **model_arguments(cfg.model_path, cfg.param_dtype, cfg.max_len, on_cpu=on_cpu),
+        **model_arguments(cfg.model_path, cfg.param_dtype, cfg.max_len, on_cpu=on_cpu, fp32_head=cfg.fp32_lm_head),
         "tensor_parallel_size": cfg.vllm_tensor_parallel_size,
         "distributed_executor_backend": "mp" if cfg.vllm_tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": cfg.vllm_gpu_memory_utilization,

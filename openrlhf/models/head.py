@@ -75,6 +75,7 @@ def head_logprobs(
     entropy: bool,
     scaling: HeadScaling,
     rows: int | None = None,
+    fp32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of ``targets`` (and entropies) from the hidden states that predict them.
 
@@ -84,6 +85,7 @@ def head_logprobs(
         hidden: ``[M, H]``.
         targets: int64 ``[M]``.
         rows: rows of logits at a time; None = as many as fit into 256 MiB.
+        fp32: don't round logits to the number format of the weight (https://arxiv.org/abs/2506.13585 and 2510.13786).
 
     Returns:
         float32 ``[M]`` and float32 ``[M]`` or None.
@@ -94,8 +96,8 @@ def head_logprobs(
         object.__setattr__(head, "plain_forward", head.forward)
         head.forward = types.MethodType(_forward_or_logprobs, head)  # type: ignore[method-assign]
     fused = can_fuse(hidden.device)
-    rows = rows or chunk_rows(head.out_features, hidden.element_size(), fused)
-    request = _Request(targets, temperature, entropy, scaling, rows, fused)
+    rows = rows or chunk_rows(head.out_features, 4 if fp32 else hidden.element_size(), fused)
+    request = _Request(targets, temperature, entropy, scaling, rows, fused, fp32)
     logprobs, spread = head(hidden, request)
     return logprobs, (spread if entropy else None)
 
@@ -108,6 +110,7 @@ class _Request:
     scaling: HeadScaling
     rows: int
     fused: bool
+    fp32: bool
 
 
 def _forward_or_logprobs(self: Any, hidden: Tensor, request: _Request | None = None) -> Any:
@@ -117,9 +120,24 @@ def _forward_or_logprobs(self: Any, hidden: Tensor, request: _Request | None = N
     return _ChunkedLogprobs.apply(hidden, self.weight, self.bias, request)
 
 
+def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) -> Tensor:
+    """Raw logits ``[rows, V]``, in the number format of the weight or in float32.
+
+    The factors are the same either way, and so are their products, which float32 holds; only the sum is rounded or not.
+    So a GPU multiplies as fast as ever, and a CPU, which has no such product, in float32.
+    """
+    if not fp32 or weight.dtype == torch.float32:
+        return F.linear(hidden, weight, bias)
+    if weight.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+    return F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+
+
 def _scaled(raw: Tensor, scale: float, softcap: float | None, temperature: float) -> Tensor:
-    """float32 ``[rows, V]`` logits divided by the temperature; may change float32 input."""
-    logits = raw.float()
+    """float32 ``[rows, V]`` logits divided by the temperature; may change float32 input, except when compiled."""
+    # A kernel has what it changes in registers; changed input it would have to write back.
+    logits = raw.to(torch.float32, copy=torch.compiler.is_compiling())
     if scale != 1.0:
         logits = logits.mul_(scale)
     if softcap is not None:
@@ -138,9 +156,10 @@ def _statistics(
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - log_z
     if not entropy:
         return logprobs, log_z, torch.zeros_like(log_z)
-    # H = log Z - sum p x; p x is 0 where p is 0, also for x = -inf
-    probs = (logits - log_z[:, None]).exp()
-    return logprobs, log_z, log_z - torch.where(probs > 0, probs * logits, 0.0).sum(-1)
+    # Not log Z - sum p x: there what sum p lacks of 1 counts as often as logits are large.
+    log_probs = logits.sub_(log_z[:, None])
+    probs = log_probs.exp()
+    return logprobs, log_z, -torch.where(probs > 0, probs * log_probs, 0.0).sum(-1)  # 0 where p is, also for -inf
 
 
 def _logit_gradient(
@@ -154,13 +173,13 @@ def _logit_gradient(
     softcap: float | None,
     temperature: float,
     entropy: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient with respect to the raw output of the projection, ``[rows, V]`` in its number format.
+    """Gradient with respect to the raw output of the projection, ``[rows, V]`` of ``dtype``.
 
     With x the scaled logits and p their softmax: d logp(target) / dx = onehot - p and
     dH / dx = -p (log p + H).
     """
-    dtype = raw.dtype
     logits = _scaled(raw, scale, softcap, temperature)
     squash = None
     if softcap is not None:
@@ -191,7 +210,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         parts = []
         for start in range(0, hidden.shape[0], request.rows):
             part = slice(start, start + request.rows)
-            raw = F.linear(hidden[part], weight, bias)
+            raw = _project(hidden[part], weight, bias, request.fp32)
             parts.append(
                 statistics(
                     raw, request.targets[part], scaling.scale, scaling.softcap, request.temperature, request.entropy
@@ -216,7 +235,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], request.rows):
             part = slice(start, start + request.rows)
             grad = gradient(
-                F.linear(hidden[part], weight, bias),
+                _project(hidden[part], weight, bias, request.fp32),
                 request.targets[part],
                 log_z[part],
                 spread[part],
@@ -226,6 +245,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 scaling.softcap,
                 request.temperature,
                 request.entropy,
+                weight.dtype,
             )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])

@@ -141,10 +141,12 @@ class PolicyModel(Backbone):
         model: transformers (or peft) causal language model.
         packing: run sequences end to end in one row; otherwise as padded rows. The answer is the same.
         aux_loss: compute the router-balancing loss (mixtures of experts).
+        fp32_head: logits in float32, whatever the model computes in.
     """
 
-    def __init__(self, model: nn.Module, packing: bool = True, aux_loss: bool = False) -> None:
+    def __init__(self, model: nn.Module, packing: bool = True, aux_loss: bool = False, fp32_head: bool = False) -> None:
         super().__init__(model, packing, aux_loss)
+        self.fp32_head = fp32_head
         self.scaling = HeadScaling.from_config(self.config)
 
     def forward(self, batch: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> TokenOutputs:
@@ -162,7 +164,7 @@ class PolicyModel(Backbone):
             rows = rows.new_zeros(1)
         targets = batch.input_ids[(rows + first + 1).clamp(max=batch.num_tokens - 1)]
         head = unwrap_hf(self.model).get_output_embeddings()
-        found = head_logprobs(head, hidden[rows], targets, temperature, entropy, self.scaling)
+        found = head_logprobs(head, hidden[rows], targets, temperature, entropy, self.scaling, fp32=self.fp32_head)
         logprobs, spread = (
             None if part is None else self._about_next(batch, part.new_zeros(width).index_put((rows,), part))
             for part in found

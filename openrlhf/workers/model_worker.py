@@ -239,7 +239,7 @@ class PolicyWorker(TrainedWorker):
         if cfg.freeze_visual_encoder:
             freeze_visual_encoder(model)
         return TrainEngine(
-            PolicyModel(model, packing=cfg.packing_samples, aux_loss=cfg.aux_loss_coef > 0),
+            PolicyModel(model, cfg.packing_samples, aux_loss=cfg.aux_loss_coef > 0, fp32_head=cfg.fp32_lm_head),
             cfg,
             optimizer=optimizer_spec(cfg, cfg.actor_learning_rate),
             scheduler=SchedulerSpec(cfg.lr_scheduler, total_steps, cfg.lr_warmup_ratio, cfg.min_lr_ratio),
@@ -365,9 +365,8 @@ class ReferenceWorker(ModelWorker):
         from openrlhf.workers.deepspeed_engine import TrainEngine
 
         model = load_causal_lm(cfg.model_path, cfg, trainable=False, offload=cfg.ref_offload)
-        return TrainEngine(
-            PolicyModel(model, packing=cfg.packing_samples), cfg, optimizer=None, param_offload=cfg.ref_offload
-        )
+        policy = PolicyModel(model, cfg.packing_samples, fp32_head=cfg.fp32_lm_head)
+        return TrainEngine(policy, cfg, optimizer=None, param_offload=cfg.ref_offload)
 
     def _forward_one(self, batch: MicroBatch) -> Any:
         return self.engine(batch, temperature=self.cfg.temperature).logprobs

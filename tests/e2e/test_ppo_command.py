@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from documented_metrics import undocumented
+from large_logits import enlarge_logits
 from ports import unused_port
 from ppo_helpers import (
     Command,
@@ -139,11 +140,13 @@ def reward_server() -> Iterator[str]:
 def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: str, tmp_path: Path) -> None:
     """GRPO with a reward server, KL loss, dynamic filtering, engine log-probs, evaluation, TensorBoard, in bf16.
 
-    The run's dump alone, without engines, gives the same policy.
+    The run's dump alone, without engines, gives the same policy. The model has logits that bf16 would round by 0.2.
     """
+    model = str(shutil.copytree(model, tmp_path / "start"))
+    enlarge_logits(model)
     prompts = write_prompts(tmp_path / "prompts.jsonl", 24)
     flags = f"""--advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 0.01
-        --param_dtype bf16 --zero_stage 2 --enable_vllm_is_correction --vllm_is_truncated_threshold 0.2 5
+        --param_dtype bf16 --fp32_lm_head --zero_stage 2 --enable_vllm_is_correction --vllm_is_truncated_threshold 0.2 5
         --eps_clip_low_high 0.2 0.28 --entropy_loss_coef 0.001 --max_steps 2 --num_episodes 3
         --dynamic_filtering --dynamic_filtering_reward_range -0.5 0.99 --dynamic_filtering_max_rounds 20
         --rollout_batch_size 4 --n_samples_per_prompt 8 --eval_dataset val={prompts} --eval_steps 2 --eval_before_train
@@ -166,8 +169,10 @@ def test_remote_reward_filtering_evaluation_and_bf16(model: str, reward_server: 
             assert name in step, name
         assert step["reward/failures"] == 0
         assert 0 <= step["sync/logprob_diff_max"] < 1  # in bf16 it is reported, not required
+        assert step["sync/logprob_diff_mean"] < 0.04
         assert step["logprobs_diff"] < 0.1  # sampling from 5 of 84 tokens: log(84 / 5) = 2.8
         assert undocumented(step) == {"answered"}, "the server's own"
+    assert steps[0]["kl"] == 0  # the reference model has the same logits
     evaluations = read_metrics(tmp_path / "ckpt/run", "eval")
     assert [e["step"] for e in evaluations] == [0, 2]
     assert evaluations[0]["eval_num_samples"] == 48

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served_cases import check_ends, model_logprobs, serve, told_logprobs
+from served_cases import check_ends, check_fp32_head, model_logprobs, serve, told_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -21,3 +21,8 @@ def test_every_token_is_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     errors = (told_logprobs(served) - model_logprobs(model, served)).abs()
     assert len(errors) > 2000 and errors.max() < 1e-4
+
+
+@pytest.mark.e2e
+def test_logits_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fp32_head(monkeypatch, tmp_path / "model")

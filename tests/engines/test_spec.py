@@ -34,6 +34,11 @@ def test_flags_go_before_what_is_usual_on_cpus() -> None:
     assert engine.arguments["kv_cache_memory_bytes"] == 2**29 and engine.arguments["max_num_batched_tokens"] == 64
 
 
+def test_logits_in_float32_are_asked_for() -> None:
+    assert spec("cuda", fp32_lm_head=True).arguments["hf_overrides"] == {"head_dtype": "float32"}
+    assert "hf_overrides" not in spec("cuda").arguments
+
+
 def test_deterministic_kernels_are_asked_for_where_vllm_has_them() -> None:
     assert spec("cuda", full_determinism=True).environment == {"VLLM_BATCH_INVARIANT": "1"}
     assert "VLLM_BATCH_INVARIANT" not in spec("cpu", full_determinism=True).environment

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from served_cases import check_ends, model_logprobs, serve, told_logprobs
+from served_cases import check_ends, check_fp32_head, model_logprobs, serve, told_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.utils.tiny_model import make_tiny_model
@@ -26,3 +26,7 @@ def test_every_token_is_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # The engine rounds in other places than the model. A key or value of another request is off by whole units.
     assert len(errors) > 12000
     assert errors.mean() < 1.5 * rounding.mean() and errors.max() < 3 * rounding.max() < 1
+
+
+def test_logits_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_fp32_head(monkeypatch, tmp_path / "model")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+from head_cases import check_fp32_head  # noqa: E402
 from model_cases import options, packed, reference_logprobs, sequences  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -90,18 +91,24 @@ def test_gradients_of_packed_attention_in_bf16(folders: dict[str, str], tmp_path
         assert float(torch.nn.functional.cosine_similarity(a, b, dim=0)) > 0.99, name
 
 
-def test_logits_never_take_more_than_their_budget() -> None:
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_in_float32_are_not_rounded(bias: bool) -> None:
+    check_fp32_head("cuda", bias)
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+def test_logits_never_take_more_than_their_budget(fp32: bool) -> None:
     """A vocabulary of 150,000 and 8,000 tokens: all logits in float32 would be 4.8 GB."""
     from openrlhf.models.head import HeadScaling, head_logprobs
 
     head = torch.nn.Linear(256, 150_000, bias=False, dtype=torch.bfloat16, device="cuda")
     hidden = torch.randn(8_000, 256, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     targets = torch.randint(0, 150_000, (8_000,), device="cuda")
-    head_logprobs(head, hidden[:8], targets[:8], 1.0, True, HeadScaling())  # workspaces
+    head_logprobs(head, hidden[:8], targets[:8], 1.0, True, HeadScaling(), fp32=fp32)  # workspaces
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    logprobs, entropy = head_logprobs(head, hidden, targets, 1.0, True, HeadScaling())
+    logprobs, entropy = head_logprobs(head, hidden, targets, 1.0, True, HeadScaling(), fp32=fp32)
     assert entropy is not None
     (logprobs.sum() + entropy.sum()).backward()
     weights = 150_000 * 256 * (4 + 4 + 2)  # the sum in float32, the product added to it, the result

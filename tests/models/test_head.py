@@ -6,26 +6,20 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from head_cases import check_fp32_head, dense
+from torch import nn
 from transformers import Gemma2Config, LlamaConfig
 
-from openrlhf.models.head import CHUNK_BYTES, HeadScaling, chunk_rows, head_logprobs
+from openrlhf.models.head import (
+    CHUNK_BYTES,
+    HeadScaling,
+    _logit_gradient,
+    _statistics,
+    chunk_rows,
+    head_logprobs,
+)
 
 HIDDEN, VOCABULARY, ROWS = 16, 37, 11
-
-
-def dense(
-    weight: Tensor, bias: Tensor | None, hidden: Tensor, targets: Tensor, temperature: float, scaling: HeadScaling
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from all logits at once."""
-    logits = hidden @ weight.t()
-    if bias is not None:
-        logits = logits + bias
-    logits = logits * scaling.scale
-    if scaling.softcap is not None:
-        logits = scaling.softcap * torch.tanh(logits / scaling.softcap)
-    logprobs = (logits / temperature).log_softmax(-1)
-    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
 
 
 def make_head(bias: bool, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -111,6 +105,22 @@ def test_bf16_weight_gradient_does_not_lose_small_chunks() -> None:
     assert head.weight.grad is not None and weight.grad is not None
     relative = (head.weight.grad.double() - weight.grad).norm() / weight.grad.norm()
     assert relative < 0.01
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_in_float32_are_not_rounded(bias: bool) -> None:
+    check_fp32_head("cpu", bias)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_compiled_parts_leave_logits_alone(temperature: float) -> None:
+    raw = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    targets, one = torch.arange(ROWS), torch.ones(ROWS)
+    before = raw.clone()
+    _, log_z, spread = torch.compile(_statistics, backend="aot_eager")(raw, targets, 2.0, 3.0, temperature, True)
+    grad = torch.compile(_logit_gradient, backend="aot_eager")
+    grad(raw, targets, log_z, spread, one, one, 2.0, 3.0, temperature, True, torch.float32)
+    assert torch.equal(raw, before)
 
 
 @pytest.mark.parametrize("vocabulary", [100, 32_000, 151_936, 256_000])
