@@ -12,16 +12,15 @@ points below.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples/demo"), str(ROOT)]
 
+from hybrid_step import train_records  # noqa: E402
 from run import HELD_OUT, RL_PROMPTS, RL_STEPS, SFT_ROWS, SFT_SECONDS, rl_command, run_stage, sft_command  # noqa: E402
 from task import CHARACTERS, write_data  # noqa: E402
 
@@ -73,8 +72,7 @@ def reinforce(folder: Path, name: str, seed: int, reward: Path, more: list[str])
         command[command.index(flag) + 1] = str(value)
     command.remove("--colocate_all_models")
     run_stage([*command, "--enable_vllm_is_correction", *more], RL_SECONDS)
-    records = [json.loads(line) for line in (own / "run/metrics.jsonl").read_text().splitlines()]
-    steps: list[dict[str, Any]] = [record for record in records if record["kind"] == "train"]
+    steps = train_records(own / "run")
     seconds = steps[-1]["time"] - steps[0]["time"]
     return {
         "samples_per_second": sum(step["rollout/num_samples"] for step in steps[1:]) / seconds,

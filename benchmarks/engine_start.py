@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hybrid_step import PROMPT_TOKENS, REWARD, card, versions
+from hybrid_step import PROMPT_TOKENS, REWARD, card, train_records, versions
 from make_model import SIZES, make_model, make_prompts
 
 from openrlhf.engines.core_process import METHOD_VARIABLE
@@ -41,8 +41,7 @@ def first_rollout(options: argparse.Namespace, model: Path, folder: Path, way: s
     environment = {name: value for name, value in os.environ.items() if name != METHOD_VARIABLE} | WAYS[way]
     started = time.time()
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-    first = next(line for line in lines if line["kind"] == "train")
+    first = train_records(out / "run")[0]
     return first["time"] - first["timing/step_total"] - started
 
 

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hybrid_step import REWARD, card, versions
+from hybrid_step import REWARD, card, train_records, versions
 
 WAYS = {"16-bit logits": [], "float32 logits": ["--fp32_lm_head"]}
 SHOWN = ("logprobs_diff", "effective_sample_size", "sync/logprob_diff_mean", "timing/generation", "timing/ppo_train")
@@ -37,8 +37,7 @@ def step(options: argparse.Namespace, folder: Path, more: list[str]) -> dict[str
     """.split()
     command = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags, *more, *options.more]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-    return next(line for line in lines if line["kind"] == "train")
+    return train_records(out / "run")[0]
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from hybrid_step import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, REWARD, SAMPLES, card, versions
+from hybrid_step import NEW_TOKENS, PROMPT_TOKENS, PROMPTS, REWARD, SAMPLES, card, train_records, versions
 from make_model import SIZES, make_model, make_prompts
 
 
@@ -68,8 +68,7 @@ def rollouts(options: argparse.Namespace, model: Path, prompts: Path, folder: Pa
     if options.logprobs:
         flags.append("--enable_vllm_is_correction")
     subprocess.run([sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags, *options.more], check=True)
-    lines = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-    return [line["timing/generation"] for line in lines if line["kind"] == "train"]
+    return [record["timing/generation"] for record in train_records(out / "run")]
 
 
 def main() -> int:

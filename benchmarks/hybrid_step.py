@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from make_model import SIZES, make_model, make_prompts
 
@@ -74,6 +75,13 @@ def versions(*names: str) -> dict[str, str]:
     return found
 
 
+def train_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics of each step that a run has done, none yet perhaps; of a step that was repeated the later ones."""
+    path = run_dir / "metrics.jsonl"
+    records = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return list({record["step"]: record for record in records if record["kind"] == "train"}.values())
+
+
 def training_mfu(options: argparse.Namespace, model: Path, seconds: float) -> float:
     """Model FLOPs utilisation of the training phase: 6 x parameters + attention a token, nothing recomputed."""
     import torch
@@ -125,8 +133,7 @@ def main() -> int:
     if done.returncode:
         return done.returncode
     wall = time.time() - started
-    lines = [json.loads(line) for line in (out / "ckpt/run/metrics.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["kind"] == "train"]
+    lines = train_records(out / "ckpt/run")
     figures = summary(lines)
     startup = lines[0]["time"] - lines[0]["timing/step_total"] - started
     tokens = options.prompts * options.samples * options.new_tokens

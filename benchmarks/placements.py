@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "examples/demo"), str(ROOT)]
 
 from async_training import prepare  # noqa: E402
+from hybrid_step import train_records  # noqa: E402
 from run import rl_command  # noqa: E402
 
 SECONDS = 400
@@ -108,13 +109,6 @@ def command(folder: Path, name: str, steps: int, seed: int, memory: float) -> li
     return [*line, *flags, "--vllm_kv_cache_gib", CACHE_GIB, "--check_weight_sync", "--max_steps", str(steps)]
 
 
-def train_records(folder: Path) -> list[dict[str, Any]]:
-    """The steps' metrics, of a step that was repeated the later ones."""
-    path = folder / "run/metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return list({record["step"]: record for record in records if record["kind"] == "train"}.values())
-
-
 started: list[subprocess.Popen[bytes]] = []
 
 
@@ -127,7 +121,7 @@ def run_command(line: list[str], own: Path, devices: list[int], kill_after: int 
         process = subprocess.Popen(line, stdout=log, stderr=log, env=environment, start_new_session=True)
         started.append(process)
         while process.poll() is None:
-            if kill_after and len(train_records(own)) >= kill_after:
+            if kill_after and len(train_records(own / "run")) >= kill_after:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 return None
@@ -152,11 +146,11 @@ def run_case(folder: Path, name: str, options: argparse.Namespace, devices: list
     if CASES[name].killed:
         if error := run_command(line, own, devices, kill_after=max(SAVE_STEPS + 1, steps // 2)):
             return {"error": error}
-        resumed = {"killed_after": len(train_records(own))}
+        resumed = {"killed_after": len(train_records(own / "run"))}
         line.append("--load_checkpoint")
     if error := run_command(line, own, devices):
         return {"error": error}
-    train = train_records(own)
+    train = train_records(own / "run")
     if [record["step"] for record in train] != list(range(1, steps + 1)):
         return {"error": f"steps {[record['step'] for record in train]}"}
     if resumed and "Resumed after step" not in (own / "out.log").read_text():

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid_step import REWARD, card, versions
+from hybrid_step import REWARD, card, train_records, versions
 from make_model import SIZES, make_model, make_prompts
 
 SECONDS = 500
@@ -82,8 +82,7 @@ def run_case(name: str, model: Path, options: argparse.Namespace) -> dict[str, A
             return {"error": f"not done after {SECONDS} s"}
     if done.returncode:
         return {"error": (out / "out.log").read_text()[-1500:]}
-    records = [json.loads(line) for line in (out / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if record["kind"] == "train"]
+    steps = train_records(out / "run")
     steady = steps[1:] or steps
 
     def mean(metric: str) -> float:

@@ -124,7 +124,7 @@ def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, fp32: bool) ->
     """Raw logits ``[rows, V]``, in the number format of the weight or in float32.
 
     The factors are the same either way, and so are their products, which float32 holds; only the sum is rounded or not.
-    So a GPU multiplies as fast as ever, and a CPU, which has no such product, in float32.
+    A GPU multiplies in the weight's format and writes float32; a CPU has no such product, and multiplies in float32.
     """
     if not fp32 or weight.dtype == torch.float32:
         return F.linear(hidden, weight, bias)
