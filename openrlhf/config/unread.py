@@ -46,6 +46,8 @@ def unread_flags(cfg: TrainerOptions, explicit: Collection[str]) -> Iterator[str
     reasons += _of_training(cfg)
     if isinstance(cfg, PPOConfig):
         reasons += [*_of_advantages(cfg), *_of_losses(cfg, explicit), *_of_batches(cfg)]
+        if cfg.param_dtype == "fp32":
+            reasons.append((("fp32_lm_head",), "--param_dtype fp32 has no other logits"))
     for names, reason in reasons:
         changed = [f"--{name}" for name in names if name in given]
         if changed:

@@ -401,6 +401,8 @@ def test_flags_that_no_training_reads_are_told(command: str, flags: str, told: s
         ("--use_dynamic_batch --train_max_tokens_per_gpu 8192", ""),
         ("--muon_lr 0.1 --critic_optim muon --critic_muon_lr 0.2", ""),
         ("--critic_muon_lr 0.2", "--critic_muon_lr changes nothing: --critic_optim is adam"),
+        ("--fp32_lm_head", ""),
+        ("--fp32_lm_head --param_dtype fp32", "--fp32_lm_head changes nothing: --param_dtype fp32 has no other logits"),
         ("--save_hf_ckpt --eval_dataset a/b --eval_steps 5", ""),
         ("--save_hf_ckpt --eval_dataset a/b --eval_steps 5 --best_metric_key none", "--save_hf_ckpt changes nothing"),
     ],
